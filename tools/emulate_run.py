@@ -33,8 +33,8 @@ from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.placement import MOST_PASSES, MOST_RANKS, check_size
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.size_limits import MOST_PASSES, MOST_RANKS, check_size
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable

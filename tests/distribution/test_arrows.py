@@ -46,12 +46,12 @@ def test_the_contracts_are_kept(package: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("schedule/passes.py", "import torch", "plans, drawings"),
+        ("schedule/kinds.py", "import torch", "plans, drawings"),
         ("search/tasks.py", "def f():\n    import megatron.core.utils", "plans, drawings"),
         ("cli/commands.py", "import torch", "plans, drawings"),
         ("runtime/program.py", "import megatron.training.training", "runtime carries"),
-        ("schedule/passes.py", "from megatron.schedules.runtime import program", "rooms import"),
-        ("schedule/passes.py", "from megatron.schedules.search import tasks", "rooms import"),
+        ("schedule/kinds.py", "from megatron.schedules.runtime import program", "rooms import"),
+        ("schedule/kinds.py", "from megatron.schedules.search import tasks", "rooms import"),
         ("search/tasks.py", "from megatron.schedules.planner import request", "rooms import"),
         ("report/__init__.py", "from megatron.schedules.runtime import program", "rooms import"),
         ("runtime/program.py", "from megatron.schedules.integration import hooks", "rooms import"),

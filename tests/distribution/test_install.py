@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 STOCK = {"megatron/core/__init__.py": "name = 'core'\n", "megatron/training/__init__.py": "name = 'training'\n"}
 PROBE = """
 import megatron, megatron.core, megatron.training, megatron.schedules
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 assert (megatron.core.name, megatron.training.name) == ("core", "training")
 assert not hasattr(megatron, "__file__") or megatron.__file__ is None, megatron.__file__
 assert str(Pass.parse("5I3")) == "5I3"

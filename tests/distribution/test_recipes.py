@@ -102,7 +102,7 @@ import io
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.search.list_scheduling import Policy
-from megatron.schedules.search.reorder import improve
+from megatron.schedules.search.polish import improve
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
@@ -113,7 +113,7 @@ from megatron.schedules.runtime import stage_interface
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import ProgramError
-from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.costs_json import ByKind
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.utils.json_files import decode, encode
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.features import each_schedule
 from tests.integration.results import MODEL, UNTIED

@@ -10,7 +10,7 @@ import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv

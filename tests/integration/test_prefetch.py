@@ -16,7 +16,7 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 

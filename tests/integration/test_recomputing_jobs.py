@@ -19,8 +19,7 @@ from split_helpers import BATCH, SEQUENCE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.recompute import Recomputes
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.conftest import Training

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.measure.cost_profile import read_costs, read_profile
-from megatron.schedules.measure.custom_costs import CustomCosts, from_text
+from megatron.schedules.measure.cost_profile import CustomCosts, read_costs, read_custom, read_profile
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from tests.measure.custom import custom_costs
@@ -19,7 +18,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
 def test_the_example_in_the_documentation_has_every_field_and_is_read():
     example = re.search(r"```json\n(.*?)```", DOCS, re.DOTALL)
     assert example is not None
-    found = from_text(example[1])
+    found = read_custom(example[1])
     assert all(getattr(found, name) is not None for name in CustomCosts.__struct_fields__)
     assert set(re.findall(r'^  "(\w+)"', example[1], re.MULTILINE)) == set(CustomCosts.__struct_fields__)
     assert found.added_to(found.times or Costs()) == Costs(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule
 
 Spans = dict[Pass, tuple[float, float]]

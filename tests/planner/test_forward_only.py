@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.forward_only import forward_only
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Rows
 from tests.planner.made_schedules import examples, timed

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import OF_RANKS, Kind, Share, stages_doing
+from megatron.schedules.schedule.kinds import OF_RANKS, Kind, Pass, Share, stages_doing
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
-from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.schedules.planner.named.building_blocks import pulled_together
 from megatron.schedules.planner.named.v_shaped import one_f_one_b_v_block
-from megatron.schedules.planner.named.warm_up import pulled_together
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.simulator import simulate

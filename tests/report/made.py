@@ -7,8 +7,7 @@ from dataclasses import replace
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.simulator import Timeline, simulate
 
 

@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report import drawing
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, write_run
-from megatron.schedules.report.views import PLANNED, scale, scaled, slowest_stage, views
+from megatron.schedules.report.views import PLANNED, scale, scaled, views
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.simulator import simulate
@@ -46,9 +47,10 @@ def test_scaling_scales_all_that_is_a_time():
 def test_the_slowest_stage_is_the_one_made_slow():
     weights = tuple(2.0 if stage == 5 else 1.0 for stage in range(8))
     schedule = timeline("v-half", 4, 8).schedule
-    slow = slowest_stage(simulate(schedule, Costs(stage_weights=weights).on(schedule.placement)))
-    assert (slow.stage, slow.rank) == (5, 2)
-    assert slow.time == pytest.approx(6) and 1 + slow.beyond_mean == pytest.approx(2 * 8 / 9)
+    found = iteration_of(simulate(schedule, Costs(stage_weights=weights).on(schedule.placement)))
+    slow = found.slowest
+    assert (slow.stage, schedule.placement.rank_of[slow.stage]) == (5, 2)
+    assert found.stages[5] / 8 == pytest.approx(6) and 1 + slow.beyond_mean == pytest.approx(2 * 8 / 9)
 
 
 def test_an_svg_tells_plan_and_run_apart():

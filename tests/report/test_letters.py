@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.report.letters import lines, width
+from megatron.schedules.report.palette import lines, width
 from tests.report.fonts import measured
 
 WORDS = "8 pipeline ranks, 32 microbatches; half a rank's layers take F 1, I 1.1, W 0.75; P2P latency 0.05."

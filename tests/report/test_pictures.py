@@ -7,8 +7,8 @@ import io
 import pytest
 from PIL import Image
 
-from megatron.schedules.report import palette, pictures
-from megatron.schedules.report.pictures import picture
+from megatron.schedules.report import palette
+from megatron.schedules.report.drawing import PICTURES, picture
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.utils.errors import PlanError
@@ -29,7 +29,7 @@ def test_a_png_shows_the_light_drawing_at_twice_its_size(svg: str):
     assert shown.getpixel((2 * 66 + 4, 2 * 42 + 4)) == palette.HUES[Kind.F]
 
 
-@pytest.mark.parametrize("form", pictures.PICTURES)
+@pytest.mark.parametrize("form", PICTURES)
 def test_the_same_drawing_is_the_same_file(form: str, svg: str):
     assert picture(svg, form) == picture(svg, form)
 

@@ -15,8 +15,7 @@ from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.drawing import Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.idle import Cause, gaps
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from tests.measure.test_recorded_run import made
 from tests.report.chromium import Chromium, found

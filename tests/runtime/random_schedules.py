@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import KINDS, Kind, stages_doing
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, stages_doing
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
-from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 

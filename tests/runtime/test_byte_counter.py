@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.byte_counter import ByteCounter
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.runtime.recorder import ByteCounter
+from megatron.schedules.schedule.kinds import Pass
 from tests.runtime.plain_stages import PlainStages
 from tests.runtime.test_engine import NoTransport, one_rank
 

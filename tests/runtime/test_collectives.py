@@ -23,8 +23,7 @@ from megatron.schedules.runtime.program import (
     ProgramError,
     Ranks,
 )
-from megatron.schedules.schedule.kinds import KINDS, At, Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, At, Kind, Pass
 from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate

@@ -16,8 +16,7 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from tests.planner.made_schedules import NAMED, REAL

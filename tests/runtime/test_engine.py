@@ -17,7 +17,7 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Program, ProgramError
 from megatron.schedules.runtime.transport import Transport
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from tests.counting import lines_run

@@ -14,8 +14,7 @@ from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.schedules.runtime.message_budget import FLOPS_PER_BYTE, MessageBudget
+from megatron.schedules.runtime.behind_messages import FLOPS_PER_BYTE, MessageBudget
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import sequential

@@ -23,8 +23,7 @@ from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from tests.runtime.late_copies import LateCopies

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.ranges import ProfilerRanges
+from megatron.schedules.runtime.recorder import ProfilerRanges
 from tests.runtime.test_engine import NoTransport, Recorder, one_rank
 
 

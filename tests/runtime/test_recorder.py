@@ -17,8 +17,7 @@ from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Action, Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.transport import Transport
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from tests.runtime import test_engine as engine
 from tests.runtime.plain_stages import PlainStages
 from tests.runtime.test_engine import NoTransport, one_rank

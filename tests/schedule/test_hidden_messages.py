@@ -13,10 +13,10 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.hidden_messages import hide, pieces
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from megatron.schedules.search.list_scheduling import set_left
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import examples

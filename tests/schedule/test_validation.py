@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.validation import validate

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, peaks

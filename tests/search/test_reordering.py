@@ -17,9 +17,9 @@ from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks
 from megatron.schedules.schedule.validation import validate
-from megatron.schedules.search import reorder
+from megatron.schedules.search import polish
 from megatron.schedules.search.list_scheduling import Policy
-from megatron.schedules.search.reorder import improve
+from megatron.schedules.search.polish import improve
 from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import Links, Tasks, flags, fractions, tasks_of, whole
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
@@ -123,7 +123,7 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
 def test_an_order_improved_by_compiled_rounds_is_the_same(monkeypatch: pytest.MonkeyPatch):
     request = Request("v-half", 8, 20, Costs(1, 1.1, 0.75, 0.05))
     interpreted = plan(request)
-    monkeypatch.setattr(reorder, "_MOST_INTERPRETED", 0)
+    monkeypatch.setattr(polish, "_MOST_INTERPRETED", 0)
     assert plan(request) == interpreted
 
 

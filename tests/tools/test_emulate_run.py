@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.idle import idle
-from megatron.schedules.report.views import slowest_stage
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.errors import PlanError
@@ -21,8 +21,8 @@ def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
     true = slowed(REQUEST, stage=1, factor=2)
     recorded = emulated(REQUEST, true, unit_ms=15)
     timeline = recorded.timeline
-    slow = slowest_stage(timeline)
-    assert (slow.stage, slow.rank) == (1, 1)
+    slow = iteration_of(timeline).slowest
+    assert (slow.stage, timeline.schedule.placement.rank_of[slow.stage]) == (1, 1)
     assert 1 + slow.beyond_mean == pytest.approx(2 * 4 / 5, rel=0.1)
     assert timeline.bubble > recorded.planned.bubble + 0.05
     first, second = idle(timeline)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.schedules.measure import cost_profile, job_profile_json, recorded_run
 from megatron.schedules.planner.replanning import Expected, Proposal
-from megatron.schedules.schedule.kind_forms import ByKind, ByShare
+from megatron.schedules.schedule.costs_json import ByKind, ByShare
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import from_record, to_record
 from megatron.schedules.utils.errors import PlanError

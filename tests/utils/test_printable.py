@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.schedules.report.letters import markup
+from megatron.schedules.report.palette import markup
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.printable import printable, printable_name
 

@@ -13,9 +13,8 @@ from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.schedule.stage_costs import MicrobatchLoads, StageCosts
 from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 SHAPE = (16, 1, 64)

@@ -18,8 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes

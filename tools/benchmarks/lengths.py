@@ -16,8 +16,8 @@ from megatron.schedules.estimate.models import MODELS, built
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from tools.benchmarks.emulated import fitted
 from tools.benchmarks.lengths_section import claims, section
 from tools.benchmarks.parts import Part, Row, Say, Spread

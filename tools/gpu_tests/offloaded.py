@@ -13,8 +13,7 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
 from tools.benchmarks.emulated_ranks import RankError

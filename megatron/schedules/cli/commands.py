@@ -21,11 +21,10 @@ from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
-from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
+from megatron.schedules.report.drawing import FORMS, PICTURES, Drawing, check_library, drawn, of_plans, of_run, picture
 from megatron.schedules.report.figures import amount, figures, number, title
 from megatron.schedules.report.frontier_svg import draw_comparison
 from megatron.schedules.report.memory_table import NOT_COUNTED
-from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer, size

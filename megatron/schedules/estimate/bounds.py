@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.schedules.schedule.size_limits import MOST_RANKS
+from megatron.schedules.schedule.placement import MOST_RANKS
 from megatron.schedules.utils.errors import PlanError
 
 _PROCESSES = 10_000_000

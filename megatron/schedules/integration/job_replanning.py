@@ -25,8 +25,7 @@ from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_lin
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
-from megatron.schedules.runtime.control_messages import ControlMessages
-from megatron.schedules.runtime.replanner import Replanner
+from megatron.schedules.runtime.replanner import ControlMessages, Replanner
 from megatron.schedules.schedule.simulator import simulate
 
 # Iterations between the decision to measure and the first measured one; number of timed iterations.

@@ -16,9 +16,8 @@ from megatron.schedules.integration.offloaded_layers import forget_input
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.coming_weights import ComingWeights
+from megatron.schedules.runtime.behind_messages import ComingWeights, MessageBudget
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
-from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.recompute import Recomputes

@@ -36,13 +36,11 @@ from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.byte_counter import ByteCounter
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recorder import Message, Recorder, Span, StreamClock
-from megatron.schedules.schedule.kinds import KINDS, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.runtime.recorder import ByteCounter, Message, Recorder, Span, StreamClock
+from megatron.schedules.schedule.kinds import KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time, simulate
 from megatron.schedules.utils.errors import one_line

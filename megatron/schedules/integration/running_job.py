@@ -25,7 +25,7 @@ from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
-from megatron.schedules.runtime.ranges import ProfilerRanges
+from megatron.schedules.runtime.recorder import ProfilerRanges
 
 
 class RunningJob(NamedTuple):

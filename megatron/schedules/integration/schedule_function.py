@@ -33,8 +33,8 @@ from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
+from megatron.schedules.runtime.behind_messages import MessageBudget
 from megatron.schedules.runtime.engine import Observer, run
-from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch

@@ -16,7 +16,7 @@ from megatron.schedules.job.values import MemoryLimit, MemorySaving
 from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, stages
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.late_imports import after_megatron
 from megatron.schedules.utils.printable import counted

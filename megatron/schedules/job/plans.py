@@ -17,7 +17,7 @@ from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.planner.registry import check_parts, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
-from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text

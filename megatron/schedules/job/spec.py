@@ -19,8 +19,7 @@ from megatron.schedules.job.values import (
     MemorySaving,
     ScheduleChoice,
 )
-from megatron.schedules.measure.cost_profile import Profile, read_costs
-from megatron.schedules.measure.custom_costs import CustomCosts
+from megatron.schedules.measure.cost_profile import CustomCosts, Profile, read_costs
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.utils.parsing import read_text
 

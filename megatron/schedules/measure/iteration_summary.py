@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COMPUTING, OF_RANKS, Pass
 from megatron.schedules.schedule.simulator import Timeline
 
 
@@ -66,7 +65,7 @@ def rank_times(spans: Sequence[tuple[Pass, float, float]], stages: int) -> RankT
     """Sums up one rank's passes, each with its start and end since the program began."""
     own = [0.0] * stages
     _add_up(own, (work for work, _, _ in spans), (end - start for _, start, end in spans))
-    busy = sum(end - start for work, start, end in spans if _computes(work))
+    busy = sum(end - start for work, start, end in spans if work.kind in COMPUTING)
     return RankTimes(busy, max((end for _, _, end in spans), default=0.0), tuple(own))
 
 
@@ -88,9 +87,5 @@ def measured_iteration(busy: float, ranks: int, until_last: float, stages: Seque
 def _add_up(stages: list[float], works: Iterable[Pass], times: Iterable[float]) -> None:
     """Adds the times of passes to those of their stages."""
     for work, time in zip(works, times, strict=True):
-        if work.kind not in OF_RANKS and _computes(work):
+        if work.kind in COMPUTING and work.kind not in OF_RANKS:
             stages[work.stage] += time
-
-
-def _computes(work: Pass) -> bool:
-    return KINDS[work.kind].resource is Resource.COMPUTE

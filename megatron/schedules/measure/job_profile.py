@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from megatron.schedules.measure.profile_facts import CopyRates, Facts, copy_time
 from megatron.schedules.schedule.costs import LAYER_INPUT, MOST_SHARE, Costs
@@ -17,19 +16,20 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.utils.json_files import Amount, Form
 
 
-class Measured(NamedTuple):
-    """Times of passes of one kind on one stage, in milliseconds.
+class Measured(Form, frozen=True, kw_only=False):
+    """Times of passes of one kind on one stage, in milliseconds, also in a file.
 
     Args:
         median: median of the slowest replica, for which all others wait.
         low, high: 10th and 90th percentile; the lowest and the highest of all replicas.
     """
 
-    median: float
-    low: float
-    high: float
+    median: Amount
+    low: Amount
+    high: Amount
 
 
 @dataclass(frozen=True)

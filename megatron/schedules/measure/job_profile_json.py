@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import MOST_LAYERS, CopyRates, FactsForm, written_facts
-from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.costs_json import ByKind
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import PlacementForm
 from megatron.schedules.utils.errors import PlanError
@@ -37,14 +37,6 @@ _BYTES = {
 }
 
 
-class MeasuredForm(Form, frozen=True, kw_only=True):
-    """:class:`.Measured` in the file."""
-
-    median: Amount
-    low: Amount
-    high: Amount
-
-
 class MessageTimesForm(Form, frozen=True, kw_only=True):
     """Milliseconds in which F and I wait for messages of experts if nothing runs behind them."""
 
@@ -56,7 +48,7 @@ class StageForm(Form, frozen=True, kw_only=True):
     """:class:`.StageProfile` in the file."""
 
     layers: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
-    passes: ByKind[MeasuredForm]
+    passes: ByKind[Measured]
     halved: bool
     recomputed: Portion
     activation_bytes: Amount
@@ -71,7 +63,7 @@ class StageForm(Form, frozen=True, kw_only=True):
         """Converts ``stage`` for the file."""
         return StageForm(
             layers=stage.layers,
-            passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
+            passes=ByKind.of(stage.times),
             halved=stage.halved,
             recomputed=stage.recomputed,
             activation_bytes=stage.held,
@@ -85,7 +77,7 @@ class StageForm(Form, frozen=True, kw_only=True):
         """Converts to :class:`.StageProfile`."""
         return StageProfile(
             self.layers,
-            {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
+            self.passes.values(),
             self.halved,
             held=self.activation_bytes,
             sizes={share: getattr(self, name) for share, name in _BYTES.items()},

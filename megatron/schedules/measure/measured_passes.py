@@ -7,14 +7,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import astuple
+
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Resource, Share, StageKind, using
+from megatron.schedules.schedule.kinds import (
+    COMPUTING,
+    KINDS,
+    SEEN_BY,
+    TO_HOST,
+    Kind,
+    Pass,
+    Resource,
+    Share,
+    StageKind,
+    using,
+)
 from megatron.schedules.schedule.model_loads import even
-from megatron.schedules.schedule.passes import Pass
-from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 
 Timed = tuple[Pass, float, float]
@@ -66,7 +77,7 @@ def rank_measured(
         waits: time that ``passes`` waited for these messages, milliseconds.
     """
     took: dict[StageKind, list[float]] = defaultdict(list)
-    computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
+    computing = (each for each in passes if each[0].kind in COMPUTING)
     for (stage, kind, _), start, end in (*computing, *copies):
         took[stage, kind].append(end - start)
     changed: dict[StageKind, list[float]] = defaultdict(list)
@@ -124,7 +135,9 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
     replicas: dict[int, list[RankMeasured]] = defaultdict(list)
     for row in ranks:
         replicas[row.rank].append(row)
-    layers = under.costs.layers_on(placement, under.decisions) or _evenly(under.facts.layers, placement)
+    layers = under.costs.layers_on(placement, under.decisions)
+    # A model whose layers are known only by number is split evenly.
+    layers = layers or even(under.facts.layers, placement.stages)
     planned = under.costs.on(placement, under.decisions).durations
     recomputed = under.decisions.recomputed
     stages = []
@@ -202,10 +215,8 @@ def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:
 
 def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind, Measured]:
     part = input_grad / (input_grad + weight_grad)
-    return {
-        Kind.I: Measured(*(part * each for each in whole)),
-        Kind.W: Measured(*((1 - part) * each for each in whole)),
-    }
+    shares = {Kind.I: part, Kind.W: 1 - part}
+    return {kind: Measured(*(share * each for each in astuple(whole))) for kind, share in shares.items()}
 
 
 def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:
@@ -230,8 +241,3 @@ def _moved(stage: StageProfile) -> float:
 
 def _time(stage: StageProfile, way: Resource) -> float:
     return sum(stage.median(kind) for kind in using(way))
-
-
-def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
-    """Returns an even layer partition, for a model whose layers are known only by number."""
-    return even(layers, placement.stages)

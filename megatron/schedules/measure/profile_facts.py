@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import UNSET, Meta
+from msgspec.structs import asdict
 
 from megatron.schedules.utils.json_files import Count, Form, Index, Name, Positive
 
@@ -87,21 +88,8 @@ class FactsForm(Form, frozen=True, kw_only=True):
 
     def facts(self) -> Facts:
         """The same as :class:`Facts`."""
-        model = self.model
-        return Facts(
-            device=self.device,
-            layers=model.layers,
-            hidden_size=model.hidden_size,
-            heads=model.heads,
-            sequence_length=model.sequence_length,
-            micro_batch_size=self.micro_batch_size,
-            tensor_parallel=self.tensor_parallel,
-            context_parallel=self.context_parallel,
-            vocabulary=model.vocabulary or 0,
-            dtype=self.dtype,
-            recompute=model.recompute,
-            name=model.name,
-        )
+        every = asdict(self) | asdict(self.model) | {"vocabulary": self.model.vocabulary or 0}
+        return Facts(**{name: every[name] for name in Facts._fields})
 
 
 def written_facts(facts: Facts) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from megatron.schedules.schedule.costs_json import StageCostsForm, stage_costs
-from megatron.schedules.schedule.kinds import KINDS, Resource
+from megatron.schedules.schedule.kinds import COMPUTING
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Copy, Timeline, simulate
 from megatron.schedules.schedule.text_forms import ScheduleForm, read_pass
@@ -157,7 +157,7 @@ def _copies(form: RecordedForm, schedule: Schedule) -> tuple[tuple[Copy, ...], .
         check_length(form.copies, schedule.ranks, "$.copies", "rank")
     found = []
     for rank, row in enumerate(form.copies):
-        copies, order = [], {work for work in schedule.order[rank] if KINDS[work.kind].resource is not Resource.COMPUTE}
+        copies, order = [], {work for work in schedule.order[rank] if work.kind not in COMPUTING}
         for index, (cell, start, end) in enumerate(row):
             at = f"$.copies[{rank}][{index}]"
             work = read_pass(cell, at)

@@ -14,8 +14,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
-from megatron.schedules.search.polish import finished
-from megatron.schedules.search.reorder import many_plans
+from megatron.schedules.search.polish import finished, many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress
 

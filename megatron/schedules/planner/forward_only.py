@@ -9,8 +9,7 @@ import math
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
-from megatron.schedules.schedule.kinds import IN_EVALUATION, KINDS, everywhere
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import IN_EVALUATION, KINDS, Pass, everywhere
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import Policy

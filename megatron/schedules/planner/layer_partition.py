@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
-from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, with_layers
+from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, few_microbatches, with_layers
 from megatron.schedules.planner.registry import (
     Request,
     follows_costs,
@@ -26,18 +26,16 @@ from megatron.schedules.planner.registry import (
     plan,
     planned_makespan,
 )
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.kinds import COMPUTING, Kind
 from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
-from megatron.schedules.search.reorder import many_plans
+from megatron.schedules.search.polish import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# With more microbatches per rank only the steady state gets longer, and the ranking of partitions stays the same.
-_MICROBATCHES_A_RANK = 3
 # Passes of all plans together, about ten seconds, and the overhead of each plan, in passes. A named schedule is planned
 # in many rounds.
 _EFFORT, _NAMED_EFFORT, _OVERHEAD = 600_000, 300_000, 2_000
@@ -223,7 +221,7 @@ class _Search:
         # Time of F and of all computing of each stage, by its last layer and the number of its layers.
         self._times: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._stages = [where.stages_of(rank) for rank in range(where.ranks)]
-        few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
+        few = few_microbatches(request)
         self._planned = Planned(
             replace(request, microbatches=few), where, self._limit, _rounds(_ROUNDS, _PASSES, where, few)
         )
@@ -369,7 +367,7 @@ class _Search:
         own = list(zip(accumulate(partition), partition, range(len(partition)), strict=True))
         if not all(map(self._times.__contains__, own)):
             times = with_layers(self._request, partition).costs_on(self.placement).times
-            computing = (each for kind, each in times.items() if KINDS[kind].resource is Resource.COMPUTE)
+            computing = (each for kind, each in times.items() if kind in COMPUTING)
             both = zip(times[Kind.F], map(sum, zip(*computing, strict=True)), strict=True)
             self._times.update(zip(own, both, strict=True))
         forwards, every = zip(*map(self._times.__getitem__, own), strict=True)

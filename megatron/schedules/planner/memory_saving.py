@@ -24,7 +24,7 @@ from megatron.schedules.planner.adaptive import (
     placements,
     search_seconds,
 )
-from megatron.schedules.planner.partition_plans import CLEARLY
+from megatron.schedules.planner.partition_plans import CLEARLY, few_microbatches
 from megatron.schedules.planner.registry import Request, plan, planned_makespan
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
@@ -34,8 +34,6 @@ from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.progress import Progress, unheard
 
-# With more microbatches per rank only the steady state gets longer, and the ranking of shares stays the same.
-_MICROBATCHES_A_RANK = 3
 # Steps per rank's layers: first on a grid, then finer.
 _GRID, _FINEST = 8, 32
 # Number of climbs that take as long as a full search, and the share of the progress that the grid takes.
@@ -154,11 +152,11 @@ class _Climbs:
     """Climbs on one placement, each made once."""
 
     def __init__(self, request: Request, placement: Placement) -> None:
-        from megatron.schedules.search.trials import Trials
+        from megatron.schedules.search.climb import Trials
 
         self.placement, self._request, self._limit = placement, request, limit_in_microbatches(request)
         self._costs = request.costs.around_one()
-        self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
+        self._microbatches = few_microbatches(request)
         seconds = search_seconds(replace(request, microbatches=self._microbatches))
         passes = effort(request.ranks, seconds) / _CLIMBS
         few, many = (n * 3 * placement.stages for n in (self._microbatches, request.microbatches))

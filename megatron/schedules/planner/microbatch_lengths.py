@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
-from megatron.schedules.schedule.kinds import KINDS, Kind
-from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, all_split
 from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.polish import finished
 from megatron.schedules.search.rounds import Rounds

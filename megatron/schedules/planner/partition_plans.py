@@ -13,15 +13,22 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 
 if TYPE_CHECKING:
-    from megatron.schedules.search.trials import Trials
+    from megatron.schedules.search.climb import Trials
 
 Partition = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
 
 # Plans longer than the best one by this factor are dropped. Smaller differences between climbs may be chance.
 CLEARLY = 1.03
+# With more microbatches per rank only the steady state gets longer, and the ranking of plans stays the same.
+_MICROBATCHES_A_RANK = 3
 # Python time for each pass of a plan, and for each call, in passes that the compiled function schedules.
 _IN_PYTHON, _CALL = 80, 200
+
+
+def few_microbatches(request: Request) -> int:
+    """Number of microbatches with which plans of ``request`` are compared."""
+    return min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
 
 
 def microbatches_held(timeline: Timeline) -> float:
@@ -93,7 +100,7 @@ class Planned:
 
     def _climbed(self, partition: Partition) -> float:
         if self._trials is None:
-            from megatron.schedules.search.trials import Trials
+            from megatron.schedules.search.climb import Trials
 
             self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
         return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))

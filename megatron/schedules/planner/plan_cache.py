@@ -35,7 +35,6 @@ def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
     users may have written, or that hold no plan for this request, are replaced, with a warning in the log.
 
     Args:
-        request: the request to plan.
         progress: receives the progress of the planning, also if another process does it.
 
     Raises:

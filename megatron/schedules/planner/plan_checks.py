@@ -76,16 +76,7 @@ def _check_memory(schedule: Schedule, request: Request) -> None:
 
 
 def check_layers(layers: Sequence[int], chunk_choices: Sequence[int], request: Request) -> None:
-    """Checks that ``request`` allows this layer partition.
-
-    Args:
-        layers: layers of each stage.
-        chunk_choices: chunks per rank of the partition.
-        request: the request.
-
-    Raises:
-        PlanError: if the partition does not match the request.
-    """
+    """Checks that ``request`` allows this layer partition, else raises :class:`.PlanError`."""
     model = request.costs.model
     if model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
@@ -102,17 +93,7 @@ def check_shares(
     chunk_choices: Sequence[int],
     request: Request,
 ) -> None:
-    """Checks that ``request`` allows these recompute and offload shares.
-
-    Args:
-        recomputed: share of each stage's layers that is recomputed; None if not decided.
-        offloaded: share of each stage's layers that is offloaded; None if not decided.
-        chunk_choices: chunks per rank that go with the shares.
-        request: the request.
-
-    Raises:
-        PlanError: if the request does not allow them.
-    """
+    """Checks that ``request`` allows these shares of each stage's layers (None: not decided), else raises PlanError."""
     if recomputed is None and offloaded is None and tuple(chunk_choices) == request.chunk_choices:
         return
     stages = _chosen(chunk_choices, request).stages

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.planner.adaptive import plan_adaptive
-from megatron.schedules.planner.named import from_file, interleaved_1f1b, one_chunk, v_shaped
+from megatron.schedules.planner.named import from_file, one_f_one_b, v_shaped
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.vocabulary_passes import share_output
 from megatron.schedules.schedule.kinds import OF_RANKS
@@ -111,7 +111,7 @@ def _sequential(ranks: int, chunks: int) -> Placement:
 
 _ENTRIES = {
     "1f1b": _Entry(
-        _at_once(one_chunk.one_f_one_b),
+        _at_once(one_f_one_b.one_f_one_b),
         "the usual schedule: memory of d microbatches, the baseline to compare with",
         _sequential,
         chunks=1,
@@ -119,7 +119,7 @@ _ENTRIES = {
         splits=False,
     ),
     "eager-1f1b": _Entry(
-        _at_once(one_chunk.eager_1f1b),
+        _at_once(one_f_one_b.eager_1f1b),
         "1F1B that hides slow messages, at nearly twice its memory",
         _sequential,
         chunks=1,
@@ -127,20 +127,20 @@ _ENTRIES = {
         splits=False,
     ),
     "interleaved-1f1b": _Entry(
-        _at_once(interleaved_1f1b.interleaved_1f1b),
+        _at_once(one_f_one_b.interleaved_1f1b),
         "smaller bubble than 1F1B, for more memory and more messages",
         interleaved,
         stated=True,
         splits=False,
     ),
     "zb-1p": _Entry(
-        one_chunk.zb_1p,
+        one_f_one_b.zb_1p,
         "less bubble than 1F1B at its memory, one chunk a rank",
         _sequential,
         chunks=1,
     ),
     "zb-2p": _Entry(
-        one_chunk.zb_2p,
+        one_f_one_b.zb_2p,
         "almost no bubble, one chunk a rank, at twice 1F1B's memory",
         _sequential,
         chunks=1,
@@ -284,14 +284,9 @@ def stages(request: Request) -> int:
     return request.ranks * max(request.chunk_choices, default=1) if known is None else known.stages
 
 
-def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | None = None) -> float:
-    """Makespan of the plan for ``request``, in the unit of the costs.
-
-    Args:
-        request: the request to plan.
-        planned: makes the plan; :func:`plan` by default.
-    """
-    schedule = (planned or plan)(request)
+def planned_makespan(request: Request, planned: Callable[[Request], Schedule]) -> float:
+    """Makespan of the plan that ``planned`` makes for ``request``, in the unit of the costs."""
+    schedule = planned(request)
     return simulate(schedule, request.costs_on(schedule.placement)).makespan
 
 
@@ -304,11 +299,7 @@ def _entry(name: str) -> _Entry:
 
 
 def plan(request: Request, progress: Progress = unheard) -> Schedule:
-    """Plans a request and validates the schedule.
-
-    Args:
-        request: the request to plan.
-        progress: receives the progress of a long search.
+    """Plans a request and validates the schedule. A long search reports its ``progress``.
 
     Raises:
         PlanError: one line that says what is wrong with the request, or why it has no plan.

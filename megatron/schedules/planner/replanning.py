@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import make_plan
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate

@@ -27,7 +27,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
-from megatron.schedules.search.reorder import many_plans
+from megatron.schedules.search.polish import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
@@ -146,10 +146,6 @@ class Plan:
 def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
     """Plans a request.
 
-    Args:
-        asked: the request.
-        progress: receives the progress of the planning.
-
     Raises:
         PlanError: one line that says what is wrong with the request, or why it has no plan.
     """
@@ -224,12 +220,7 @@ _Search = Callable[[Request, Progress], Request]
 
 
 def _searches(asked: Request, seconds: float) -> list[tuple[_Search, float]]:
-    """Searches to run before the schedule search, each with its approximate time in seconds.
-
-    Args:
-        asked: the request.
-        seconds: time of one full schedule search, in seconds.
-    """
+    """Searches to run before the schedule search of so many ``seconds``, each with its approximate time in seconds."""
     found: list[tuple[_Search, float]] = []
     if asked.partition:
         placed = len(asked.chunk_choices) if asked.schedule == "adaptive" else 1

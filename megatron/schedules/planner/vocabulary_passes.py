@@ -6,8 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, Kind, Share
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COUNTS_AS, Kind, Pass, Share
 from megatron.schedules.schedule.schedule import Schedule, all_split
 from megatron.schedules.schedule.simulator import peaks, sweep
 from megatron.schedules.schedule.stage_costs import StageCosts

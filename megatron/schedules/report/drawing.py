@@ -1,18 +1,60 @@
-"""Drawings of plans and of recorded runs, in any form."""
+"""Drawings of plans and of recorded runs, in any form.
+
+PNG and PDF are made from SVG by typst, an optional library that needs no other program and includes its own fonts.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.schedules.measure.recorded_run import Recorded, to_text
 from megatron.schedules.report.figures import title
-from megatron.schedules.report.pictures import PICTURES, picture
 from megatron.schedules.report.views import View, explained, views
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.errors import PlanError, one_line
 from megatron.schedules.utils.output_files import make_folder, write_text
 from megatron.schedules.utils.printable import counted, printable_name
+
+PICTURES = ("png", "pdf")
+_PIXELS = 192.0  # pixels of a PNG per inch: two per SVG pixel
+# Without a date, equal drawings give equal files.
+_PAGE = """\
+#set document(date: none)
+#set page(width: auto, height: auto, margin: 0pt)
+#image(bytes(sys.inputs.svg), format: "svg")
+"""
+
+
+def check_library(form: str) -> None:
+    """Checks that typst is installed if ``form`` needs it.
+
+    Raises:
+        PlanError: if it is not.
+    """
+    if form in PICTURES and importlib.util.find_spec("typst") is None:
+        raise PlanError(
+            f"{form} takes the library typst, which is not installed: pip install 'typst>=0.13', which is the extra "
+            "[pictures], or use svg"
+        )
+
+
+def picture(svg: str, form: str) -> str | bytes:
+    """Converts ``svg`` to one of :data:`PICTURES`; returns it as it is for other forms."""
+    if form not in PICTURES:
+        return svg
+    check_library(form)
+    import typst
+
+    try:
+        return typst.compile(
+            _PAGE.encode(), format="png" if form == "png" else "pdf", ppi=_PIXELS, sys_inputs={"svg": svg}
+        )
+    except typst.TypstError as error:
+        raise PlanError(one_line(f"typst makes no {form} of this drawing: {error}")) from None
+
 
 # Forms of a drawing, and the largest number of passes with which viewers still open them.
 FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import Figures, amount, number, ticks, title
-from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.palette import lines, markup, width
 from megatron.schedules.report.table import Row
 from megatron.schedules.utils.errors import PlanError
 
@@ -98,13 +98,7 @@ def draw_frontier(
         chart.steps(look, lowest(found))
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
     height = _n(chart.words(heading, caption))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_n(_SIZE)}">\n'
-        f'<title id="t">{markup(heading)}</title><desc id="d">{markup(caption)}</desc>\n'
-        f"<style>{_style()}</style>\n"
-        f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
-    )
+    return palette.document(_WIDTH, height, _n(_SIZE), heading, caption, _style(), chart.parts)
 
 
 def lowest(found: Sequence[Found]) -> list[Found]:

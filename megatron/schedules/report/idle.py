@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import KINDS, Resource, Result
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Pass, Resource, Result
 from megatron.schedules.schedule.schedule import awaited_elsewhere, slots
 from megatron.schedules.schedule.simulator import Timeline
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron.schedules.report.idle import Gap, phases
 from megatron.schedules.report.views import Lane, View, lanes, running
-from megatron.schedules.schedule.kinds import KINDS
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Pass
 
 # Times are integers in ticks; this is the length of the axis in ticks.
 TICKS = 1 << 30

@@ -1,8 +1,41 @@
-"""Font and colours of drawings: a hue for each kind of pass, lighter with each chunk."""
+"""Look of drawings: letters, fonts and colours, with a hue for each kind of pass that is lighter with each chunk."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
+
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.utils.printable import printable
+
+# Widths over the font size, rounded up. Digits and most small letters have the default width.
+_WIDTHS = {0.3: "'ijlIJ", 0.37: " ,./:;\\|f-", 0.42: "()[]t!r", 0.56: '"*_`sz?cL', 0.7: "AVBRXZCK", 0.79: "UHNDG&OQ"}
+_WIDTHS |= {0.87: "w#+<=>^~M", 1.0: "%m@W"}
+_USUAL, _UNKNOWN = 0.64, 1.0
+_OF = {letter: wide for wide, letters in _WIDTHS.items() for letter in letters}
+
+
+def width(text: str, size: float) -> float:
+    """Returns the width of ``text`` in letters of ``size``, rounded up a little."""
+    return size * sum(_OF.get(letter, _USUAL if letter.isascii() else _UNKNOWN) for letter in text)
+
+
+def lines(text: str, size: float, room: float) -> list[str]:
+    """Breaks ``text`` into lines no wider than ``room``. A single wider word is a line of its own."""
+    found: list[str] = []
+    for word in text.split():
+        longer = f"{found[-1]} {word}" if found else ""
+        if longer and width(longer, size) <= room:
+            found[-1] = longer
+        else:
+            found.append(word)
+    return found
+
+
+def markup(text: str) -> str:
+    """Escapes ``text`` for an element or an attribute of XML or HTML, and makes it printable."""
+    return escape(printable(text))
+
 
 Rgb = tuple[int, int, int]
 
@@ -24,6 +57,17 @@ HUES: dict[Kind, Rgb] = {
 }
 # Share of white in the last chunk's colour.
 _LIGHTEST = 0.55
+
+
+def document(wide: int, height: str, size: str, heading: str, described: str, style: str, parts: Sequence[str]) -> str:
+    """Returns an SVG of ``parts`` on a page, with plain texts as its title and description, and a style sheet."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" width="{wide}" '
+        f'height="{height}" role="img" aria-labelledby="t d" font-family="{FONT}" font-size="{size}">\n'
+        f'<title id="t">{markup(heading)}</title><desc id="d">{markup(described)}</desc>\n'
+        f"<style>{style}</style>\n"
+        f'<rect class="page" width="{wide}" height="{height}" rx="8"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def blend(first: Rgb, second: Rgb, share: float) -> Rgb:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
-from megatron.schedules.utils.progress import Progress
+from megatron.schedules.utils.progress import Progress, repeated, unheard
 
 # Short work writes nothing.
 _EVERY_S = 10.0
 
 
-@contextmanager
-def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> Iterator[Progress]:
+def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> AbstractContextManager[Progress]:
     """Shows on ``stream`` the progress that the ``with`` block reports.
 
     Args:
@@ -25,13 +23,8 @@ def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> Iterator
         every: seconds between lines.
     """
     if stream is None:
-        yield lambda share: None
-    elif stream.isatty():
-        with _bar(what, stream) as progress:
-            yield progress
-    else:
-        with _lines(what, stream, every) as progress:
-            yield progress
+        return nullcontext(unheard)
+    return _bar(what, stream) if stream.isatty() else _lines(what, stream, every)
 
 
 @contextmanager
@@ -48,22 +41,15 @@ def _bar(what: str, stream: TextIO) -> Iterator[Progress]:
 
 @contextmanager
 def _lines(what: str, stream: TextIO, every: float) -> Iterator[Progress]:
-    done, begun, ended = 0.0, time.monotonic(), threading.Event()
+    done, begun = 0.0, time.monotonic()
 
     def advance(share: float) -> None:
         nonlocal done
         done += share
 
     def tell() -> None:
-        while not ended.wait(every):
-            stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
-            stream.flush()
+        stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
+        stream.flush()
 
-    # A thread, because the work may report nothing for a long time. It ends with the process in any case.
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
-    try:
+    with repeated(tell, every, "progress"):
         yield advance
-    finally:
-        ended.set()
-        teller.join()

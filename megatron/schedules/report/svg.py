@@ -18,7 +18,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.palette import lines, markup, width
 from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
@@ -96,8 +96,6 @@ class _Cells:
     narrowest cell.
 
     Args:
-        sheet: the drawing.
-        schedule: the schedule.
         size: largest font size of the numbers.
     """
 
@@ -308,13 +306,7 @@ class _Sheet:
             + "".join(f", {name} {percent(share, 1)}" for name, share in each.savings)
             for each in self.found
         )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_SIZE}">\n'
-            f'<title id="t">{markup(heading)}</title><desc id="d">{markup(described)}</desc>\n'
-            f"<style>{self.style()}</style>\n"
-            f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
-        )
+        return palette.document(_WIDTH, height, f"{_SIZE}", heading, described, self.style(), self.parts)
 
     def style(self) -> str:
         """Returns the style sheet: shapes, cell colours, and the light and dark schemes."""

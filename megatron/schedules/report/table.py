@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 
@@ -33,20 +33,9 @@ class Row:
     fits: bool | None = None
 
 
-_HEADINGS = (
-    ("schedule", ""),
-    ("bubble", ""),
-    ("span bubble", ""),
-    ("peak memory", "microbatches"),
-    ("of 1F1B's", "memory"),
-    ("chunks", "a rank"),
-    ("throughput", "to 1F1B's"),
-)
-# Columns that are shown if any row has them.
+_Column = tuple[tuple[str, str], Callable[[Row, Figures], str]]
+"""Heading of two lines, and the cell of a row with figures."""
 _PAGE = 78  # width of text below a table, columns
-_BYTES = ("peak memory", "GiB")
-_SAVINGS = (("recomputed", "of computing"), ("copying", "of the time"))
-_MESSAGES = (("messages", "hidden"), ("messages", "exposed"))
 
 
 def gib(size: float) -> str:
@@ -138,41 +127,36 @@ def _note(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
     """Returns headings of two lines, and the cells below them; a row without figures has only its reason."""
+    columns, cells = list(_columns(rows)), []
+    for row in rows:
+        found = row.result
+        own = [one_line(found)] if isinstance(found, str) else [cell(row, found) for _, cell in columns]
+        cells.append([printable_name(row.name), *own])
+    return [("schedule", ""), *(heading for heading, _ in columns)], cells
+
+
+def _columns(rows: Sequence[Row]) -> Iterator[_Column]:
+    """Yields the columns after the schedule's name; most of the later ones only if any row has them."""
     found = [row.result for row in rows if not isinstance(row.result, str)]
-    saves = any(each.recomputed or each.copying for each in found)
-    waits = any(each.has_messages for each in found)
     parts = dict.fromkeys(part for row in rows for part in row.memory)
-    in_bytes = not parts and any(each.peak_bytes for each in found)
-    heads = [
-        *_HEADINGS[:4],
-        *([_BYTES] if in_bytes else []),
-        *_HEADINGS[4:],
-        *(_SAVINGS if saves else ()),
-        *(_MESSAGES if waits else ()),
-    ]
-    heads += [(part, "GiB") for part in parts]
-    heads += [("fits", "")] if any(row.fits is not None for row in rows) else []
-    return heads, [_cells(row, saves, waits, in_bytes) for row in rows]
-
-
-def _cells(row: Row, saves: bool, waits: bool, in_bytes: bool) -> list[str]:
-    found = row.result
-    if isinstance(found, str):
-        return [printable_name(row.name), one_line(found)]
-    return [
-        printable_name(row.name),
-        percent(found.bubble),
-        percent(found.span_bubble),
-        number(found.peak),
-        *([gib(found.peak_bytes)] if in_bytes else []),
-        percent(found.share, 1),
-        str(found.chunks),
-        "" if row.throughput is None else f"{row.throughput:.3f}",
-        *([percent(found.recomputed, 1), percent(found.copying, 1)] if saves else []),
-        *([percent(found.hidden, 1), percent(found.exposed, 1)] if waits else []),
-        *map(gib, row.memory.values()),
-        *([] if row.fits is None else ["yes" if row.fits else "no"]),
-    ]
+    yield ("bubble", ""), lambda row, each: percent(each.bubble)
+    yield ("span bubble", ""), lambda row, each: percent(each.span_bubble)
+    yield ("peak memory", "microbatches"), lambda row, each: number(each.peak)
+    if not parts and any(each.peak_bytes for each in found):
+        yield ("peak memory", "GiB"), lambda row, each: gib(each.peak_bytes)
+    yield ("of 1F1B's", "memory"), lambda row, each: percent(each.share, 1)
+    yield ("chunks", "a rank"), lambda row, each: str(each.chunks)
+    yield ("throughput", "to 1F1B's"), lambda row, each: "" if row.throughput is None else f"{row.throughput:.3f}"
+    if any(each.recomputed or each.copying for each in found):
+        yield ("recomputed", "of computing"), lambda row, each: percent(each.recomputed, 1)
+        yield ("copying", "of the time"), lambda row, each: percent(each.copying, 1)
+    if any(each.has_messages for each in found):
+        yield ("messages", "hidden"), lambda row, each: percent(each.hidden, 1)
+        yield ("messages", "exposed"), lambda row, each: percent(each.exposed, 1)
+    for part in parts:
+        yield (part, "GiB"), lambda row, each, part=part: gib(row.memory[part])  # type: ignore[misc]
+    if any(row.fits is not None for row in rows):
+        yield ("fits", ""), lambda row, each: "yes" if row.fits else "no"
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from megatron.schedules.report.figures import (
     title,
 )
 from megatron.schedules.report.views import Lane, copied, lanes
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
@@ -210,7 +210,7 @@ def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
         round(length, 9)
         for timeline in timelines
         for kind, stage in {(work.kind, work.stage) for _, work in timeline.schedule.passes()}
-        if KINDS[kind].resource is Resource.COMPUTE and (length := timeline.costs.durations[kind][stage]) > 0
+        if kind in COMPUTING and (length := timeline.costs.durations[kind][stage]) > 0
     }
     shortest = min(lengths)
     columns = math.floor(widest * shortest + 1e-9)

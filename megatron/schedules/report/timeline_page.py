@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import amount, figures, microbatches
 from megatron.schedules.report.idle import Cause, Idle, Phase, gaps, idle
-from megatron.schedules.report.letters import markup
 from megatron.schedules.report.packed import TICKS, Packer, packed
-from megatron.schedules.report.views import View, extent, slowest_stage
+from megatron.schedules.report.palette import markup
+from megatron.schedules.report.views import View, extent
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.printable import percent
@@ -138,16 +139,18 @@ def _cards(shown: Sequence[View], unit: str) -> str:
         found = figures(view.timeline)
         cards.append((f"Bubble, {view.label}", percent(found.bubble), f"of {_time(found.makespan, unit)}"))
     last = shown[-1]
-    slow = slowest_stage(last.timeline)
+    schedule, summed = last.timeline.schedule, iteration_of(last.timeline)
+    slow = summed.slowest
+    time = summed.stages[slow.stage] / schedule.microbatches
     cards.append(
         (
             f"Slowest stage, {last.label}",
             f"stage {slow.stage}",
-            f"on rank {slow.rank}: {_time(slow.time, unit)} a microbatch, {percent(slow.beyond_mean, 0)} over "
-            "the average",
+            f"on rank {schedule.placement.rank_of[slow.stage]}: {_time(time, unit)} a microbatch, "
+            f"{percent(slow.beyond_mean, 0)} over the average",
         )
     )
-    peaks = [max((held for _, held in last.memory(r)), default=0.0) for r in range(last.timeline.schedule.ranks)]
+    peaks = [max((held for _, held in last.memory(r)), default=0.0) for r in range(schedule.ranks)]
     most = max(peaks)
     held = amount(most) if last.held else microbatches(most, last.microbatch_bytes)
     cards.append((f"Most activations, {last.label}", held, f"on rank {peaks.index(most)}"))

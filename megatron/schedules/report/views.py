@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
-from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded, Steps
 from megatron.schedules.report.figures import number
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Resource
 from megatron.schedules.schedule.simulator import Copy, Timeline
 
 PLANNED, MEASURED = "planned", "measured"
@@ -86,26 +83,6 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
         tuple(tuple(factor * time for time in row) for row in timeline.end),
         tuple(tuple(Copy(work, factor * start, factor * end) for work, start, end in row) for row in timeline.copies),
     )
-
-
-class SlowestStage(NamedTuple):
-    """The stage with the longest computing time.
-
-    It has the stage's rank, its time for a microbatch, and that time over the mean of all stages, less one.
-    """
-
-    stage: int
-    rank: int
-    time: float
-    beyond_mean: float
-
-
-def slowest_stage(timeline: Timeline) -> SlowestStage:
-    """Finds the slowest stage of ``timeline``."""
-    found = iteration_of(timeline)
-    stage, beyond = found.slowest
-    placement, n = timeline.schedule.placement, timeline.schedule.microbatches
-    return SlowestStage(stage, placement.rank_of[stage], found.stages[stage] / n, beyond)
 
 
 def extent(shown: Sequence[View]) -> float:

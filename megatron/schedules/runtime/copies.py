@@ -80,15 +80,9 @@ class Copies(Protocol):
         ...
 
 
-def copies_on(device: torch.device, *, gbps: float = math.inf, both_ways: bool = True) -> Copies:
-    """Returns what copies between ``device`` and the host.
-
-    Args:
-        device: a GPU, or a CPU that stands for one.
-        gbps: 10**9 bytes a second of each direction, for a CPU.
-        both_ways: whether both directions may copy at once.
-    """
-    return StreamCopies(device, both_ways=both_ways) if device.type == "cuda" else ThreadCopies(gbps, both_ways)
+def copies_on(device: torch.device) -> Copies:
+    """Returns what copies between ``device``, a GPU or a CPU that stands for one, and the host."""
+    return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
 
 
 class StreamCopies(Copies):

@@ -28,8 +28,7 @@ from megatron.schedules.runtime.program import (
     collectives_among,
 )
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import KINDS
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Pass
 from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import sweep
 from megatron.schedules.schedule.stage_costs import StageCosts

@@ -36,7 +36,6 @@ class Offloads:
         advice: what a reader of an error can do, put at its end.
 
     Attributes:
-        copies: as above.
         moved: for each (stage, microbatch), bytes that left the device in its latest forward, by part of the forward.
         meter: also counts what is on the device; None (usual in training) counts nothing.
     """
@@ -60,7 +59,6 @@ class Offloads:
         """Surrounds an F that an O follows; at its end the copies begin.
 
         Args:
-            stage, microbatch: of the F.
             freed_soon: what the caller still holds at the end but frees at once, such as the stage's input.
         """
         self._open = forward = OffloadedForward(self.copies, self.meter)

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import ENDS_GRADIENTS, KINDS, PARTS, At, Kind, Resource, Result, using
+from megatron.schedules.schedule.kinds import COMPUTING, ENDS_GRADIENTS, KINDS, PARTS, At, Kind, Resource, Result, using
 from megatron.schedules.schedule.placement import Placement
 
 
@@ -121,11 +121,6 @@ _TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items
 def computes(op: Kind | Op) -> bool:
     """Whether ``op`` is work for the device: a pass, or an addition of gradients."""
     return isinstance(op, Kind) or op is Op.ADD
-
-
-def _keeps_busy(op: Kind | Op) -> bool:
-    """Whether ``op`` is a pass that computes, rather than a copy in the background."""
-    return isinstance(op, Kind) and KINDS[op].resource is Resource.COMPUTE
 
 
 def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
@@ -313,7 +308,7 @@ class Program:
             elif stage in seen and op in ADDS_GRADIENTS and ADDS_GRADIENTS[op] not in seen[stage]:
                 found[op, stage, microbatch] = Ending(left, seen[stage])
                 seen[stage] |= {ADDS_GRADIENTS[op]}
-            left += _keeps_busy(op)
+            left += op in COMPUTING
         return found
 
     @cached_property
@@ -357,7 +352,7 @@ class Program:
     @cached_property
     def _weights_after(self) -> Mapping[Action, Action]:
         """Each pass that a W directly follows, and that W."""
-        passes = [action for action in self.actions if _keeps_busy(action.op)]
+        passes = [action for action in self.actions if action.op in COMPUTING]
         return {before: after for before, after in pairwise(passes) if after.op is Kind.W}
 
     def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:

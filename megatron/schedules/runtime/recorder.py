@@ -1,4 +1,7 @@
-"""Records when passes began and ended on the device, without waiting for it."""
+"""Observers of passes: when they began and ended on the device, their change of memory, and named ranges for profilers.
+
+None of them waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ import torch
 
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Action
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, using
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Resource, using
 
 # A copy to the host begins with the end of the pass that it needs.
 _COPIED_BY = {need.kinds[0]: kind for kind in using(Resource.TO_HOST) for need in KINDS[kind].needs}
@@ -185,3 +187,50 @@ class Recorder(Observer):
             event = self._clock.event()
         event.record()
         return event
+
+
+class ProfilerRanges(Observer):
+    """Names every action for torch's profiler, and on a GPU for those that read NVTX ranges.
+
+    Costs some microseconds an action: it is there only while somebody profiles.
+    """
+
+    def __init__(self) -> None:
+        self._nvtx = torch.cuda.nvtx if torch.cuda.is_available() else None
+        self._open: torch.profiler.record_function | None = None
+
+    def began(self, action: Action) -> None:
+        if self._nvtx is not None:
+            self._nvtx.range_push(str(action))
+        self._open = torch.profiler.record_function(str(action))
+        self._open.__enter__()
+
+    def ended(self, action: Action) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if self._nvtx is not None:
+            self._nvtx.range_pop()
+
+
+class ByteCounter(Observer):
+    """Compares the bytes in use before and after each pass.
+
+    Args:
+        held: returns the bytes in use now, as the host knows them: from an allocator or a meter. Must not wait.
+
+    Attributes:
+        changes: each pass of the run, in order, and the bytes in use after it less those before it.
+    """
+
+    def __init__(self, held: Callable[[], int]) -> None:
+        self._held, self._before = held, 0
+        self.changes: list[tuple[Pass, float]] = []
+
+    def began(self, action: Action) -> None:
+        self._before = self._held()
+
+    def ended(self, action: Action) -> None:
+        op, stage, microbatch, _ = action
+        if isinstance(op, Kind):
+            self.changes.append((Pass(stage, op, microbatch), float(self._held() - self._before)))

@@ -127,7 +127,6 @@ class WeightGradients:
         """W: computes and accumulates all gradients queued for (stage, microbatch), in order, and closes it.
 
         Args:
-            stage, microbatch: of the W.
             then: of the W that comes next, if one does: prefetched behind the last that this one computes.
 
         Raises:

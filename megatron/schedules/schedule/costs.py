@@ -70,7 +70,7 @@ class Costs:
         latencies: (from, to, time) for each pair of ranks whose latency is not ``comm``.
         memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
         attention: attention's parts of a layer's F and I, which grow with the square of the sequence length
-            (:mod:`.microbatch_loads`).
+            (:mod:`.stage_costs`).
         messages: parts of ``forward`` and of ``input_grad`` in which a rank waits for messages of its experts. Weight
             gradients may run meanwhile (:mod:`.hidden_messages`).
     """

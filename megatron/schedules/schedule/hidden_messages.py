@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import KINDS, Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 

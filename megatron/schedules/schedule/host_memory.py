@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedules.schedule.kinds import KINDS, TO_HOST, Resource, using
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, TO_HOST, Resource, using
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
@@ -13,7 +13,7 @@ _MOST_SPARE = 2
 # Extra size of a new block. Stages with equally many layers differ a little, and should be able to share blocks.
 _SPARE = 1 / 32
 # Kinds that allocate a block, kinds that copy to it, and kinds that copy back and free it.
-_FILLS = frozenset(kind for kind in using(Resource.COMPUTE) if not TO_HOST.isdisjoint(KINDS[kind].takes))
+_FILLS = frozenset(kind for kind in COMPUTING if not TO_HOST.isdisjoint(KINDS[kind].takes))
 _OUT, _BACK = using(Resource.TO_HOST), using(Resource.FROM_HOST)
 
 

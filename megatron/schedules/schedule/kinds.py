@@ -1,4 +1,4 @@
-"""Table of the kinds of pass: what each kind waits for, produces, allocates and frees.
+"""Passes, and the table of their kinds: what each kind waits for, produces, allocates and frees.
 
 All code that orders, times, checks, draws or executes passes uses this table. It contains no times, no colours, no
 torch and no search. docs/architecture.md explains how to add a kind.
@@ -6,12 +6,14 @@ torch and no search. docs/architecture.md explains how to add a kind.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.utils.errors import PlanError
 
 
 class Kind(StrEnum):
@@ -253,6 +255,8 @@ def using(resource: Resource) -> frozenset[Kind]:
     return frozenset(kind for kind, row in KINDS.items() if row.resource is resource)
 
 
+# Kinds that compute, rather than copy in the background.
+COMPUTING = using(Resource.COMPUTE)
 # Shares that are copied to the host.
 TO_HOST = frozenset(share for kind in using(Resource.TO_HOST) for share in KINDS[kind].gives)
 
@@ -336,3 +340,27 @@ def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKin
         freed = sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
         for each in freed:
             (late if each[1] in _LATE else ready).append(each)
+
+
+class Pass(NamedTuple):
+    """One operation, written ``{stage}{kind}{microbatch}`` as in torch.distributed.pipelining: ``2F0``, ``5I3``."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Pass:
+        """Reads a pass such as ``"5I3"``; raises :class:`PlanError` for anything else."""
+        match = _FORM.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(
+                f"{text.strip()!r} is not a pass: write STAGE, one of {' '.join(Kind)}, MICROBATCH, as in 2F0 or 5I3"
+            )
+        return Pass(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+_FORM = re.compile(rf"(\d{{1,9}})({'|'.join(Kind)})(\d{{1,9}})", re.ASCII)

@@ -29,12 +29,7 @@ class Load(NamedTuple):
 
     def over(self, mean: Load) -> Load:
         """Returns this load as multiples of ``mean``."""
-        return Load(
-            self.forward / mean.forward,
-            self.input_grad / mean.input_grad,
-            self.weight_grad / mean.weight_grad,
-            self.held / mean.held,
-        )
+        return Load(*(mine / its for mine, its in zip(self, mean, strict=True)))
 
 
 class Part(NamedTuple):
@@ -164,8 +159,6 @@ def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[
     """Returns the number of layers of each stage in the most even layer partition.
 
     Args:
-        layers: number of decoder layers.
-        stages: number of stages.
         stand_in: number of layers that the parts before and after the decoder layers count as.
     """
     before, after = stand_in

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
@@ -146,11 +145,9 @@ class ModelMemory:
             counts: number of decoder layers of each stage, in model order.
             recomputed, offloaded: number of layers of each stage with an R, and with an O. Those with an O come first.
         """
-        found, begin = [], 0
-        none = [0] * len(counts)
-        for count, recompute, offload in zip(counts, recomputed or none, offloaded or none, strict=True):
-            found.append(self._stage(begin, count, recompute, offload))
-            begin += count
+        begins, none = accumulate(counts[:-1], initial=0), [0] * len(counts)
+        stages = zip(begins, counts, recomputed or none, offloaded or none, strict=True)
+        found = [self._stage(*stage) for stage in stages]
         for stage in {0, len(counts) - 1}:
             # Other stages have no mask, or one for all microbatches.
             found[stage] = found[stage]._replace(forward=found[stage].forward + (self.mask if counts[stage] else 0.0))
@@ -170,10 +167,8 @@ class ModelMemory:
 
     def passing(self, counts: Sequence[int]) -> list[Passing]:
         """Returns the temporary memory of each stage during its backward passes."""
-        found, begin = [], 0
-        for count in counts:
-            found.append(self._passing(begin, count))
-            begin += count
+        begins = accumulate(counts, initial=0)
+        found = [self._passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
         # Activations of the parts after the last layer are freed before that layer is recomputed.
         found[-1] = found[-1]._replace(whole=max(0.0, found[-1].whole - self.last.kept))
         return found

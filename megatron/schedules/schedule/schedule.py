@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, StageKind, sources
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, Pass, StageKind, sources
 from megatron.schedules.schedule.placement import Placement
 
 Rows = tuple[tuple[Pass, ...], ...]
@@ -84,7 +83,6 @@ def awaited(
     """Dependencies of the passes of every kind and stage: position of microbatch 0 by :func:`slots`, and latency.
 
     Args:
-        schedule: schedule of the passes.
         latency: function of two ranks, the latency of a message from the first to the second; 0 within a rank.
         own: whether to include dependencies on the same stage, which come earlier in the same row.
     """

@@ -21,8 +21,7 @@ from operator import sub
 from typing import NamedTuple
 
 from megatron.schedules.schedule.hidden_messages import hide
-from megatron.schedules.schedule.kinds import KINDS, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
@@ -265,7 +264,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
 
 def _with_copies(schedule: Schedule) -> Rows:
     """Rows of ``schedule`` if it has copies; empty if it only computes."""
-    return schedule.order if any(KINDS[kind].resource is not Resource.COMPUTE for kind in schedule.kinds) else ()
+    return () if schedule.kinds <= COMPUTING else schedule.order
 
 
 class _Channels:

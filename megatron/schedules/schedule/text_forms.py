@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron.schedules.schedule import placement as placements
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Rows, Schedule
 from megatron.schedules.schedule.validation import validate

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, PARTS, SPLIT, WHOLES, Kind, sources, stages_doing
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, PARTS, SPLIT, WHOLES, Kind, Pass, sources, stages_doing
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import sweep
 from megatron.schedules.utils.errors import PlanError

@@ -19,7 +19,7 @@ NEVER = 1e300
 # Modulus of the random states of the noise; no order has as many tasks. Products of two such numbers are exact in
 # 64-bit integers.
 _LARGE = 2**31
-# First element of a heap. Compiled code uses the four functions of :mod:`.event_queue` instead.
+# First element of a heap. Compiled code uses the four functions of :class:`.compiled.Queue` instead.
 first_of = itemgetter(0)
 
 

@@ -24,9 +24,6 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     - Chain: the passes of a single microbatch.
 
     Args:
-        placement: the rank of each stage.
-        microbatches: n.
-        costs: costs of each stage.
         limit: memory limit, microbatches on an average rank.
     """
     rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage

@@ -33,13 +33,7 @@ _START_PATIENCE = (0.0, 1.0)
 
 
 def _drawn(seed: int, microbatches: int, lookahead: int) -> Iterator[Move]:
-    """Draws moves that swap or move microbatches, or change the order of passes by a little noise.
-
-    Args:
-        seed: random seed.
-        microbatches: n.
-        lookahead: passes that a rank considers.
-    """
+    """Draws moves that swap or move microbatches, or change the order of passes by a little noise."""
     n, state = microbatches, seed
     while True:
         draws = []

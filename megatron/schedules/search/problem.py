@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, everywhere, in_dependency_order
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, Pass, everywhere, in_dependency_order
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -25,13 +24,7 @@ TaskOrder = NDArray[np.int64]
 
 
 class Problem:
-    """All passes of ``microbatches`` on ``placement``, with every backward split.
-
-    Args:
-        placement: the rank of each stage.
-        microbatches: n.
-        costs: costs of each stage of ``placement``.
-    """
+    """All passes of ``microbatches`` on ``placement`` under its ``costs``, with every backward split."""
 
     def __init__(self, placement: Placement, microbatches: int, costs: StageCosts) -> None:
         self.schedule = one_by_one(placement, microbatches, costs.doing(placement))

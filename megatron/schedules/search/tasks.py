@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron.schedules.schedule.kinds import KINDS, SAVING, Kind, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, SAVING, Kind, Pass, Resource
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.forward_backward import Both
@@ -198,21 +197,24 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
         steady.extend(place < last_forward for place in range(len(row)))
-    copies = [kind for kind in KINDS if KINDS[kind].resource is not Resource.COMPUTE]
     tasks = Tasks(
         first=whole(accumulate(map(len, schedule.order), initial=0)),
         rank=whole(rank_of[stage] for stage, _, _ in passes),
-        duration=fractions(0.0 if work.kind in copies else time for work, time in zip(passes, durations, strict=True)),
+        duration=fractions(
+            time if work.kind in COMPUTING else 0.0 for work, time in zip(passes, durations, strict=True)
+        ),
         change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
         filler=flags(KINDS[kind].filler for _, kind, _ in passes),
         steady=steady,
         channel=whole(
-            2 * rank_of[stage] + (KINDS[kind].resource is Resource.TO_HOST and not costs.one_way)
-            if kind in copies
-            else -1
+            -1
+            if kind in COMPUTING
+            else 2 * rank_of[stage] + (KINDS[kind].resource is Resource.TO_HOST and not costs.one_way)
             for stage, kind, _ in passes
         ),
-        copying=fractions(time if work.kind in copies else 0.0 for work, time in zip(passes, durations, strict=True)),
+        copying=fractions(
+            0.0 if work.kind in COMPUTING else time for work, time in zip(passes, durations, strict=True)
+        ),
         opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
         returns=_returns(schedule, passes),
         before=before,

@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,25 +148,20 @@ class Directory:
                 Path(file.name).unlink(missing_ok=True)
 
 
-@contextmanager
-def plans() -> Iterator[Directory | None]:
+def plans() -> AbstractContextManager[Directory | None]:
     """Opens the directory for plans, and creates it if it is missing. If it is unusable, logs a line and yields None.
 
     A symbolic link is followed only if the user set the directory.
     """
-    named = bool(os.environ.get(PLANS_VARIABLE))
-    with _opened(plans_directory(), (), named, "plans", PLANS_VARIABLE) as directory:
-        yield directory
+    return _opened(plans_directory(), (), bool(os.environ.get(PLANS_VARIABLE)), "plans", PLANS_VARIABLE)
 
 
-@contextmanager
-def compiled_code(version: str) -> Iterator[Directory | None]:
+def compiled_code(version: str) -> AbstractContextManager[Directory | None]:
     """Opens the directory for one version's compiled code, as :func:`plans` does.
 
     Loading compiled code runs it. So it is never in a directory for plans, which users copy and share.
     """
-    with _opened(_user_directory(), ("compiled", version), False, "compiled code", USER_VARIABLE) as directory:
-        yield directory
+    return _opened(_user_directory(), ("compiled", version), False, "compiled code", USER_VARIABLE)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from megatron.schedules.utils.cache_directory import Directory, UntrustedError, warn_once
-from megatron.schedules.utils.progress import Progress, unheard
+from megatron.schedules.utils.progress import Progress, repeated, unheard
 
 _LOOK_EVERY_S = 0.05
 # Interval at which the holder writes to its lock file, and the time after which others stop waiting for a silent one.
@@ -94,21 +94,12 @@ def locked(
         yield None
         return
     descriptor, told = lock
-    held, ended = Lock(descriptor, told), threading.Event()
+    held = Lock(descriptor, told)
     held.write()
-
-    def beat() -> None:
-        while not ended.wait(_BEAT_EVERY_S):
-            held.write()
-
-    # The work may report nothing for a long time, so a thread writes. It stops if the process is stopped or dies.
-    beating = threading.Thread(target=beat, name="cache lock", daemon=True)
-    beating.start()
     try:
-        yield held
+        with repeated(held.write, _BEAT_EVERY_S, "cache lock"):
+            yield held
     finally:
-        ended.set()
-        beating.join()
         with suppress(OSError):
             os.unlink(directory.pinned / f"{name}.lock")
         os.close(descriptor)

@@ -35,7 +35,6 @@ Index = Annotated[int, Meta(ge=0, le=_LARGEST)]
 # Characters that XML forbids are excluded, because names are drawn. Both Python and JSON Schema readers understand the
 # end of the pattern.
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f\ufffe\uffff]*(?![\s\S])")]
-Amounts = tuple[Amount, ...]
 Hop = tuple[Index, Index, Amount]
 """Latency of a message: from rank, to rank, time."""
 
@@ -52,7 +51,6 @@ def read_file[Made](path: Path, about: str | None, what: str, writers: str, made
     """Reads the file ``path`` with ``made``.
 
     Args:
-        path: path of the file.
         about: flag that names the file, see :class:`.PlanError`.
         what: expected type of file, for the error.
         writers: commands that write such files, for the error.

@@ -82,21 +82,19 @@ def number(flag: str, text: str, what: str) -> float:
 
 def positive(flag: str, text: str | None, what: str) -> float | None:
     """Parses the number above zero given for ``flag``; None if it is not given."""
-    if text is None:
-        return None
-    value = number(flag, text, what)
-    if value <= 0:
+    value = not_negative(flag, text, what, "not above zero")
+    if value == 0:
         raise PlanError(f"{flag} {text} is not above zero: {what} is needed")
     return value
 
 
-def not_negative(flag: str, text: str | None, what: str) -> float | None:
+def not_negative(flag: str, text: str | None, what: str, wrong: str = "below zero") -> float | None:
     """Parses the number, zero or more, given for ``flag``; None if it is not given."""
     if text is None:
         return None
     value = number(flag, text, what)
     if value < 0:
-        raise PlanError(f"{flag} {text} is below zero: {what} is needed")
+        raise PlanError(f"{flag} {text} is {wrong}: {what} is needed")
     return value
 
 

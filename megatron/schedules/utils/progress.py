@@ -1,8 +1,10 @@
-"""Progress reports of planning."""
+"""Progress reports of planning, and calls at intervals that show it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Progress = Callable[[float], None]
 """Callback that receives the share of the whole work completed since its last call."""
@@ -10,6 +12,27 @@ Progress = Callable[[float], None]
 
 def unheard(share: float) -> None:
     """Ignores progress."""
+
+
+@contextmanager
+def repeated(call: Callable[[], object], every: float, name: str) -> Iterator[None]:
+    """Makes ``call`` every so many seconds until the block ends.
+
+    A thread makes it, because the work may report nothing for a long time. It ends with the process in any case.
+    """
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(every):
+            call()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Parts:

@@ -21,8 +21,8 @@ from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPl
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from megatron.schedules.search.compiled import compiled_climb
 
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from megatron.schedules.planner.named.building_blocks import Block, with_weights
-from megatron.schedules.planner.named.warm_up import pulled_together
+from megatron.schedules.planner.named.building_blocks import Block, pulled_together, with_weights
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import v_shape
