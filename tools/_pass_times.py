@@ -33,10 +33,10 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.model_binding import capture_state, recompute_layers
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.runtime.activation_meter import ActivationMeter

@@ -35,7 +35,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.integration import gpt, offloaded_layers, schedule_function
+from megatron.schedules.integration import gpt, model_binding, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
@@ -416,7 +416,7 @@ def _counted(flags: list[str]) -> list[bool]:
 def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
     setattr(Planner, "layers_offloaded", layers)  # noqa: B010 - a property of it
-    offloaded_layers.copies_on = lambda *args, **named: copies
+    model_binding.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run
 
@@ -514,7 +514,7 @@ def _rank(
     if os.environ.get(ROUNDING_VARIABLE) == "1":
         _round_to_nearest()
     # Whatever is read or given back too soon is nonsense.
-    offloaded_layers.copies_on = lambda *args, **named: LateCopies()
+    model_binding.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
         plain_attention.put_in_place()
     if adapters:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
-from megatron.schedules.integration.offloaded_layers import forget_input
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -140,7 +140,8 @@ class MegatronStages(Stages):
                 output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
             if offload:
-                forget_input(self._model[chunk])
+                # Stock otherwise stores the chunk's input until the next microbatch.
+                get_attr_wrapped_model(self._model[chunk], "set_input_tensor")([None])
         if training:
             self._in_flight[stage, microbatch] = _InFlight(taken, start)
         return None if is_last else output
