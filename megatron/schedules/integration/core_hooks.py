@@ -33,8 +33,7 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
-from megatron.schedules.integration.replacement import Hook, put_in
-from megatron.schedules.integration.session import Session, Stock
+from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 
 
 def _forward_backward(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,8 @@ from megatron.schedules.integration.flags.replan_checks import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, first_measurement
-from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.lengths.background_plans import BackgroundPlans
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog

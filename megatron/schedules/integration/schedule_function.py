@@ -17,12 +17,11 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.late_checks import LateChecks
+from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.lengths.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
-from megatron.schedules.integration.log import first_training_call
-from megatron.schedules.integration.log.host_waits import host_waits
+from megatron.schedules.integration.log import run_log
 from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
@@ -31,7 +30,6 @@ from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.schedule_call import ScheduleCall
-from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.message_budget import MessageBudget
@@ -210,8 +208,8 @@ class ScheduleFunction:
         if self._log is not None and not self._reported:
             self._reported = True
             peak = max(self._peaks.bytes, self._log.peak or 0)
-            seen = first_training_call.seen(chunks, self._model.offloads, peak, self._waits)
-            first_training_call.report(self._planner, self._group, seen)
+            seen = run_log.seen(chunks, self._model.offloads, peak, self._waits)
+            run_log.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()
 
