@@ -33,8 +33,8 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
+from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.integration.linears.local import split_linears
-from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.model_binding import capture_state, recompute_layers
 from megatron.schedules.integration.model_stages import MegatronStages

@@ -21,7 +21,6 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.models import dist_utils
 
 from megatron.schedules.integration import checkpoints
-from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
@@ -31,6 +30,7 @@ from megatron.schedules.integration.flags.declared import add_arguments, mend_he
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in

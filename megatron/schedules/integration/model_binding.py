@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears.local import split_linears
-from megatron.schedules.integration.linears.quantized import autocast_now
+from megatron.schedules.integration.linears.te_operands import autocast_now
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.copies import copies_on

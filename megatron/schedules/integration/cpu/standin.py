@@ -174,7 +174,7 @@ def _replace_in_megatron() -> None:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron.schedules.integration.compiled_helpers import came_compiled
+    from megatron.schedules.integration.gpu_libraries import came_compiled
 
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Stock moves a tensor from the GPU. A tensor on the CPU must be returned in the same form.

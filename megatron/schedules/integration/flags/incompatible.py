@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.integration.layers.by_stage import wrong_layers
-from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule

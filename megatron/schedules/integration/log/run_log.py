@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears import local, transformer_engine
-from megatron.schedules.integration.linears.output_layers import output_layers
+from megatron.schedules.integration.linears.local import output_layers
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.peak_memory import PeakWatch
 from megatron.schedules.measure.iteration_summary import (
