@@ -38,9 +38,8 @@ from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import gpt, model_binding, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.model_stages import MegatronStages
-from megatron.schedules.integration.peak_memory import PeakReport
+from megatron.schedules.integration.rank_device import STANDIN_VARIABLE, PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,

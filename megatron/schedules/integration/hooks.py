@@ -34,7 +34,7 @@ from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
-from megatron.schedules.integration.vocabulary.split_tables import share_vocabulary
+from megatron.schedules.integration.vocabulary.parts import share_vocabulary
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.placement import Placement
 

@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan_checks import with_room_for
-from megatron.schedules.integration.free_device_memory import bytes_left
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
 from megatron.schedules.integration.log.run_log import Logged, reduced
 from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of

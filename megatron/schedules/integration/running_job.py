@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
+from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
@@ -17,7 +18,6 @@ from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, first_measurement
-from megatron.schedules.integration.lengths.background_plans import BackgroundPlans
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages

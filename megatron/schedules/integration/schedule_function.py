@@ -13,22 +13,22 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
-from megatron.schedules.integration.layers import mtp, tied
-from megatron.schedules.integration.layers.losses import ResultRelay
-from megatron.schedules.integration.lengths.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
 from megatron.schedules.integration.log import run_log
 from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
 from megatron.schedules.integration.model_stages import MegatronStages
-from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.profiling import Profiler, Watching
+from megatron.schedules.integration.rank_device import PeakReport
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.engine import Observer, run
@@ -230,7 +230,7 @@ class ScheduleFunction:
             return stages.losses, stages.tokens
         losses, tokens = self._relay((stages.losses, stages.tokens), stages.tokens.device)
         if config.mtp_num_layers and not forward_only:
-            mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+            hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         return losses, tokens
 
 

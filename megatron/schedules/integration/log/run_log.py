@@ -20,7 +20,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.integration.linears.local import output_layers
 from megatron.schedules.integration.log.rank_lines import print_rank_0
-from megatron.schedules.integration.peak_memory import PeakWatch
+from megatron.schedules.integration.rank_device import PeakWatch
 from megatron.schedules.measure.iteration_summary import (
     Iteration,
     RankTimes,

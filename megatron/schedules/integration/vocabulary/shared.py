@@ -14,10 +14,9 @@ from torch import Tensor
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary import arithmetic
 from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
-from megatron.schedules.integration.vocabulary.early_tokens import EarlyTokens
-from megatron.schedules.integration.vocabulary.late_losses import LateLosses
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
+from megatron.schedules.integration.vocabulary.user_step import EarlyTokens, LateLosses
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Op
 from megatron.schedules.schedule.kinds import Kind
