@@ -1,4 +1,4 @@
-"""Replanning: a job plans again after it has measured itself, and when a rank or a link has become slow."""
+"""A job that trains, and its replanning after it has measured itself, and when a rank or a link has become slow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,7 +15,7 @@ from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan_checks import with_room_for
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
-from megatron.schedules.integration.log.run_log import Logged, reduced
+from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -141,6 +142,20 @@ class JobReplan:
             f"{amount(each)} a microbatch"
         )
         return found
+
+
+class RunningJob(NamedTuple):
+    """Job that trains.
+
+    Args:
+        function: runs each iteration.
+        log: describes each logged iteration.
+        replan: replans; None in a job that does not replan.
+    """
+
+    function: ScheduleFunction
+    log: RunLog
+    replan: JobReplan | None = None
 
 
 def _say(line: str) -> None:

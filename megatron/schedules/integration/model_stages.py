@@ -13,17 +13,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
+from megatron.schedules.integration.model_binding import Deferred
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.coming_weights import ComingWeights
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
 from megatron.schedules.runtime.message_budget import MessageBudget
-from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
-from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.stage_interface import Stages
-from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.kinds import Kind
 
 
@@ -46,12 +44,10 @@ class MegatronStages(Stages):
         model: its chunks, in model order.
         config: configuration of the chunks.
         call: arguments of the schedule's call.
-        store: queue for the weight gradients of split linears.
+        deferred: weight gradients of split linears, and what R, O and L do.
         running: context manager around the forward of every stage.
         meter: counts activations; None for no counting.
         exchange: collectives of vocabulary parallelism; None without it.
-        recomputes: forwards of layers that wait for R; None without R.
-        offloads: offloaded activations; None without O.
         budget: of weight gradients behind messages; None if none are hidden.
     """
 
@@ -61,19 +57,18 @@ class MegatronStages(Stages):
         model: Sequence[torch.nn.Module],
         config: Any,
         call: ScheduleCall,
-        store: WeightGradients,
+        deferred: Deferred,
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
         exchange: Exchange | None = None,
-        recomputes: Recomputes | None = None,
-        offloads: Offloads | None = None,
         budget: MessageBudget | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
-        self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running, self._recomputes, self._offloads, self._budget = running, recomputes, offloads, budget
+        self._model, self._config, self._call, self._meter = model, config, call, meter
+        self._store, self._recomputes, self._offloads = deferred
+        self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._coming = ComingWeights(program)

@@ -53,10 +53,10 @@ class ScheduleFunction:
         running: context manager around the forward of every stage.
         late_checks: result checks that are delayed until the program has ended.
         messages: channels between this rank and its neighbours.
+        log: records training calls.
         stall_seconds: if no pass finishes for this long, the process stops with one log line; 0 for no limit.
         report_memory: measure and report every rank's peak memory in the first training call.
         observers: notified of every action.
-        log: records training calls.
         lengths: plans training iterations for the lengths of their microbatches.
         profiler: notified of every training call; None for none.
         hiding: messages of experts that weight gradients hide; None for none.
@@ -71,11 +71,11 @@ class ScheduleFunction:
         running: Callable[[int], AbstractContextManager[None]],
         late_checks: LateChecks,
         messages: Messages,
+        log: RunLog,
         *,
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
-        log: RunLog | None = None,
         lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
         hiding: ExpertMessages | None = None,
@@ -170,12 +170,10 @@ class ScheduleFunction:
             chunks,
             config,
             call,
-            deferred.store,
+            deferred,
             self._running,
             measuring.meter,
             exchange,
-            deferred.recompute,
-            deferred.offloads,
             None if self._hiding is None else MessageBudget(self._planner.timeline.costs),
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
@@ -205,7 +203,7 @@ class ScheduleFunction:
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
             tied.sum_gradients(chunks)
         self._peaks.end()
-        if self._log is not None and not self._reported:
+        if not self._reported:
             self._reported = True
             peak = max(self._peaks.bytes, self._log.peak or 0)
             seen = run_log.seen(chunks, self._model.offloads, peak, self._waits)

@@ -19,7 +19,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.host_waits import LateChecks
-from megatron.schedules.integration.running_job import RunningJob
+from megatron.schedules.integration.job_replanning import RunningJob
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.schedule.placement import Placement
 
