@@ -24,6 +24,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
@@ -184,9 +185,8 @@ def in_loaders_order(losses: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 def _group(sends: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
     """Gloo group of this rank's model replica, and the rank in it that sends lengths. Collective over all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    dist.all_gather_object(found, (tuple(mine), sends))
+    found = of_all_ranks((tuple(mine), sends))
     groups = {
         ranks: parallel_state.create_group(list(ranks), timeout=timeout, backend="gloo", group_desc="LENGTHS")
         for ranks in sorted({ranks for ranks, _ in found})

@@ -164,7 +164,7 @@ def _print_rank_last(stock: Stock, session: Session, message: str) -> None:
     Writers and replanning get them too.
     """
     job = session.job
-    found = None if job is None else job.log.logged(job.function.peak_activation_bytes)
+    found = None if job is None else job.log.logged(job.function.peaks.bytes)
     if job is not None and found is not None:
         message = "\n".join([message + found.words(), *found.warnings()])
         _write_scalars(found.scalars(), session.iteration())

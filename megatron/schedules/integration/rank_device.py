@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
@@ -33,7 +33,7 @@ class PeakReport:
         say: prints a line on the last rank.
 
     Attributes:
-        bytes: this rank's peak in the last measured call, bytes.
+        bytes: this rank's peak in the last measured call, bytes; 0 before.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, next_call: bool, say: Callable[[str], None]) -> None:
@@ -64,8 +64,7 @@ class PeakReport:
             return
         self._next = False
         self.bytes = torch.cuda.max_memory_allocated() - self._before if self._meter is None else self._meter.peak
-        peaks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(peaks, self.bytes, group=self._group)
+        peaks = of_all_ranks(self.bytes, self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         self._say(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
 

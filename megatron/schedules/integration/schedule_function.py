@@ -63,6 +63,8 @@ class ScheduleFunction:
 
     Attributes:
         between: called on all ranks before each training call looks up its program. The program may be changed here.
+        model: this rank's model, as programs need it.
+        peaks: peak activation memory of measured training calls.
     """
 
     def __init__(
@@ -83,14 +85,14 @@ class ScheduleFunction:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._log = messages, observers, log
         self.profiler, self._lengths, self._hiding = profiler, lengths, hiding
-        self.between: Callable[[], None] = _nothing
+        self.between: Callable[[], None] = lambda: None
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = ResultRelay(self._group, planner.last_stage_rank)
-        self._model = ModelBinding(planner)
+        self.model = ModelBinding(planner)
         self._reported = False
         self._waits: Counter[str] | None = None if standin.enabled() else Counter()
-        self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
+        self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
     def __call__(
@@ -122,7 +124,10 @@ class ScheduleFunction:
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
         chunks, iterators = listed(model), listed(data_iterator)
-        sizes, cp_size = Sizes(num_microbatches, seq_length, micro_batch_size), _context_parallel_size()
+        sizes, cp_size = (
+            Sizes(num_microbatches, seq_length, micro_batch_size),
+            int(parallel_state.get_context_parallel_world_size()),
+        )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
         with _timed(get_model_config(chunks[0])):
             planned = None if forward_only else self._planned(iterators, sizes)
@@ -133,20 +138,6 @@ class ScheduleFunction:
                     self._finish(chunks, tokens, pg_collection, force_all_reduce)
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
-
-    def count_next_call(self) -> None:
-        """Counts the next training call's activations tensor by tensor, and reports :attr:`peak_activation_bytes`."""
-        self._peaks.count_next_call()
-
-    @property
-    def peak_activation_bytes(self) -> int:
-        """Peak activation memory of this rank in the last measured training call, bytes; 0 before."""
-        return self._peaks.bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory used for this rank's offloaded activations, bytes."""
-        return self._model.host_bytes
 
     def _planned(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
         """Plan of the next training call for its microbatches' lengths; None without one."""
@@ -160,7 +151,7 @@ class ScheduleFunction:
         config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
         program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
         measuring = self._begin_measuring(program, chunks) if training else Watching()
-        deferred = self._model.bind(chunks, program, measuring.meter)
+        deferred = self.model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
             deferred.offloads.copies.watch = measuring.copies
         spec = _message_spec(config, message, call.cp_size)
@@ -192,7 +183,7 @@ class ScheduleFunction:
         return stages
 
     def _begin_measuring(self, program: Program, chunks: Sequence[torch.nn.Module]) -> Watching:
-        meter = self._peaks.begin(chunks)
+        meter = self.peaks.begin(chunks)
         return Watching(meter=meter) if self.profiler is None else self.profiler.begin(program, chunks, meter)
 
     def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
@@ -202,11 +193,11 @@ class ScheduleFunction:
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
             tied.sum_gradients(chunks)
-        self._peaks.end()
+        self.peaks.end()
         if not self._reported:
             self._reported = True
-            peak = max(self._peaks.bytes, self._log.peak or 0)
-            seen = run_log.seen(chunks, self._model.offloads, peak, self._waits)
+            peak = max(self.peaks.bytes, self._log.peak.bytes or 0)
+            seen = run_log.seen(chunks, self.model.offloads, peak, self._waits)
             run_log.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()
@@ -232,10 +223,6 @@ class ScheduleFunction:
         return losses, tokens
 
 
-def _nothing() -> None:
-    """Does nothing between two iterations."""
-
-
 def listed(value: Any) -> list[Any]:
     """Returns a list with one value per chunk; stock passes a single chunk's value without a list."""
     return value if isinstance(value, list) else [value]
@@ -249,10 +236,6 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-
-
-def _context_parallel_size() -> int:
-    return int(parallel_state.get_context_parallel_world_size())
 
 
 def _watched(stall_seconds: float) -> PositionTracker:

@@ -114,11 +114,6 @@ class Session:
         """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""
         return (not ignore_virtual or self._running is not None) and self.loss_on_first_rank
 
-    @property
-    def building(self) -> bool:
-        """True until training begins: a question about the last rank is about the output layer, not about results."""
-        return self.planner is None
-
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
         """Returns whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
         placement, stage = self.current_placement, self._running

@@ -11,8 +11,9 @@ from megatron.schedules.report.figures import title
 from megatron.schedules.report.pictures import PICTURES, picture
 from megatron.schedules.report.views import View, explained, views
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.output_files import make_folder, write_text
-from megatron.schedules.utils.printable import counted, printable_name
+from megatron.schedules.utils.printable import counted, percent, printable_name
 
 # Forms of a drawing, and the largest number of passes with which viewers still open them.
 FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}
@@ -112,3 +113,19 @@ def write_run(recorded: Recorded, folder: Path) -> list[str]:
     for name in written:
         write_text(folder / name, drawn(drawing, FILES[name]))
     return [*written, RUN]
+
+
+def saved_timeline(recorded: Recorded, folder: Path) -> str:
+    """Writes ``recorded`` into ``folder``.
+
+    Returns a log line with the files, or with the reason why they are missing.
+    """
+    try:
+        names = write_run(recorded, folder)
+    except OSError as error:  # a failed write must not lose hours of training
+        return one_line(f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}")
+    bubbles = f"bubble {percent(recorded.timeline.bubble)}, planned {percent(recorded.planned.bubble)}"
+    return one_line(
+        f"pipeline schedule: timeline of iteration {recorded.iteration} ({bubbles}) written to {folder}: "
+        f"{', '.join(names)}"
+    )

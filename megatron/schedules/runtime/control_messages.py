@@ -31,8 +31,8 @@ class ControlMessages:
         return text.decode()
 
 
-def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all ranks of the job; collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, text)
+def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the values that all ranks of ``group``, or of the job, give; collective over them."""
+    found: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
+    dist.all_gather_object(found, value, group=group)
     return found

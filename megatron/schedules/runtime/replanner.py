@@ -10,7 +10,7 @@ from megatron.schedules.planner.adaptive import search_seconds
 from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlanError
 from megatron.schedules.planner.replanning import Proposal, digest, moved, read_rows
 from megatron.schedules.planner.request import Request
-from megatron.schedules.runtime.control_messages import ControlMessages, gather_texts
+from megatron.schedules.runtime.control_messages import ControlMessages, of_all_ranks
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import one_line
 
@@ -58,7 +58,7 @@ class Replanner:
         *,
         first: bool,
         say: Callable[[str], None],
-        exchange: Callable[[str], list[str]] = gather_texts,
+        exchange: Callable[[str], list[str]] = of_all_ranks,
     ) -> None:
         self._plans, self._messages, self._first, self._say, self._exchange = plans, messages, first, say, exchange
         self._now = self._started = self._round = 0

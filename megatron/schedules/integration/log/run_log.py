@@ -31,6 +31,7 @@ from megatron.schedules.measure.iteration_summary import (
 from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
 from megatron.schedules.report.figures import amount
 from megatron.schedules.report.first_iteration import Expected, Seen, lines
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Program
@@ -114,12 +115,13 @@ class RunLog:
 
     Attributes:
         slow: finds ranks that have become slow.
+        peak: this rank's peak activation memory in training calls so far.
     """
 
     def __init__(self, planner: Planner, iteration: Callable[[], int], interval: int) -> None:
         self._planner, self._iteration, self._interval = planner, iteration, interval
         self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
-        self._peak = PeakWatch()
+        self.peak = PeakWatch()
         self.slow = SlowWatch(planner.placement.rank_of)
         self._calls, self._recording, self._within = 0, False, False
         self._microbatches = planner.first.microbatches
@@ -136,7 +138,7 @@ class RunLog:
         self._recording = self._due()
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
-        self._peak.begin()
+        self.peak.begin()
         if not self._recording:
             return ()
         self._recorder.begin()
@@ -146,12 +148,7 @@ class RunLog:
         """Ends a training call, after the host has queued all its work."""
         if self._recording:
             self._recorder.end()
-        self._peak.end()
-
-    @property
-    def peak(self) -> int | None:
-        """This rank's peak activation memory in training calls so far, bytes; None if it was not counted."""
-        return self._peak.bytes
+        self.peak.end()
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -173,7 +170,7 @@ class RunLog:
         placement = self._planner.placement
         while (spans := self._recorder.take()) is not None:
             self._last = rank_times(spans, placement.stages)
-        peak = max(counted, self.peak or 0)
+        peak = max(counted, self.peak.bytes or 0)
         last = self._last or RankTimes(0.0, 0.0, (0.0,) * placement.stages)
         until_last, worst, *stages = reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
         busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
@@ -215,8 +212,7 @@ def seen(chunks: Sequence[torch.nn.Module], offloads: Offloads | None, peak: int
 
 def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
     """Prints the report on the job's first rank. Collective over the pipeline; ranks wait for each other here, once."""
-    ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
+    ranks = of_all_ranks(mine, group)
     expected = Expected(planner.first.splits, planner.offloaded_bytes, planner.peak_bytes(planner.timeline))
     print_rank_0("\n".join(f"pipeline schedule: first iteration: {line}" for line in lines(ranks, expected)))
 

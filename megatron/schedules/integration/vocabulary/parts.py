@@ -22,6 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron.schedules.integration.vocabulary.arithmetic import Cut
+from megatron.schedules.runtime.control_messages import of_all_ranks
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Stock's names of the two tables, in a model and in checkpoints."""
@@ -208,8 +209,7 @@ def share_vocabulary(chunks: Sequence[torch.nn.Module], last_stage_rank: int) ->
     embedding = _embedding_table(first) if first.pre_process else None
     output = _output_table(last) if last.post_process else None
     group = parallel_state.get_pipeline_model_parallel_group()
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (embedding, output), group=group)
+    found = of_all_ranks((embedding, output), group)
     embedding_table, output_table = found[0][0], found[last_stage_rank][1]
     if embedding_table is None or output_table is None:
         raise RuntimeError("--pipeline-vocabulary-parallel needs a language model: an embedding and an output layer")
