@@ -89,11 +89,7 @@ class BackgroundPlans:
     def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
         """Returns the plan of this iteration and hands out its samples in that order; None for the usual plan.
 
-        An iteration that is run again uses the same plan.
-
-        Args:
-            iterators: one iterator for each chunk of this rank.
-            sizes: sizes of the iteration.
+        An iteration that is run again uses the same plan. ``iterators`` has one for each chunk of this rank.
         """
         if get_rerun_state_machine().state not in _FIRST_RUN:
             return self._now
@@ -200,9 +196,6 @@ class ReadAhead:
 
     Stock's iterator repeats its samples if an iteration is run again. So it must not see samples that are only read
     ahead.
-
-    Args:
-        samples: the source.
     """
 
     def __init__(self, samples: Iterator[Any]) -> None:

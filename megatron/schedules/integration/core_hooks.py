@@ -193,13 +193,13 @@ CORE_HOOKS = (
         fully_parallel,
         "distribute_main_replicas_with_precomputed_distribution",
         "a rank with both copies of a tied embedding would write it twice",
-        checkpoints.distribute_main_replicas,
+        checkpoints.for_two_copies(checkpoints.write_once),
     ),
     Hook(
         fully_parallel,
         "_fill_in_deferred_sharded_items",
         "both copies of a tied embedding would share one optimizer state",
-        checkpoints.fill_in_deferred_sharded_items,
+        checkpoints.for_two_copies(checkpoints.own_tensors),
     ),
 )
 

@@ -59,9 +59,6 @@ def events_in(timers: Any) -> Iterator[None]:
 
     Stock's timers synchronise the whole device at each start and stop. Under ``--timing-log-level 2`` that is twice per
     pass, so passes are measured without overlap. An event marks the same point of the stream without a wait.
-
-    Args:
-        timers: ``config.timers``, which may be None.
     """
     if timers is None:
         yield

@@ -47,12 +47,7 @@ from megatron.schedules.utils.printable import counted
 
 
 def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
-    """Returns the function that runs this call; None if stock's own runs it.
-
-    Args:
-        session: settings, and the jobs that have begun.
-        call: arguments of the call, by name.
-    """
+    """Returns the function that runs the call with these arguments; None if stock's own runs it."""
     if not session.has_schedule:
         return None
     if session.spec is not None and session.planner is not None:
@@ -100,7 +95,6 @@ def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[lis
     None if they are where stock has them.
 
     Args:
-        session: has the placement.
         pattern: letters of all layers, with ``|`` between stages if it places them.
         chunk: of this rank; None if it has one.
     """
@@ -119,13 +113,7 @@ def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[lis
 
 
 class LoopJob:
-    """Job of one model. It counts training calls as iterations.
-
-    Args:
-        session: settings of the process.
-        chunks: the model's chunks on this rank.
-        call: arguments of the first call.
-    """
+    """Job of the model with these chunks on this rank, from its first call on. Training calls count as iterations."""
 
     def __init__(self, session: Session, chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> None:
         self._done = 0
@@ -153,15 +141,7 @@ class LoopJob:
 
 
 def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
-    """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks.
-
-    Args:
-        session: has the checks and messages that the hooks give to the schedule function.
-        spec: the job.
-        planner: its plans.
-        args: its arguments, validated.
-        iteration: returns the current iteration, as stock logs it.
-    """
+    """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
     settings, flags = spec.settings, run_flags(args)
     off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
     print_rank_0("\n".join([planner.summary(), found(), *off]))
@@ -199,13 +179,9 @@ def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iterati
 
 
 def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
-    """Returns whether the job replans. Logs it if no flag requests it, or if a flag requests it but it is impossible.
+    """Returns whether the job replans after its ``first`` measurement, before the last iteration ``end`` of this run.
 
-    Args:
-        spec: the job.
-        planner: its plan.
-        first: its first measurement.
-        end: last iteration of this run.
+    Logs it if no flag requests it, or if a flag requests it but it is impossible.
     """
     by_flag, needed = spec.settings.replans, first.last + UNTIL_NEW
     if by_flag and needed > end:

@@ -79,12 +79,9 @@ class ModelBinding:
         return 0 if self.offloads is None else self.offloads.host_bytes
 
     def bind(self, chunks: Chunks, program: Program, meter: ActivationMeter | None) -> Deferred:
-        """Prepares the modules of ``chunks`` for ``program`` and returns its deferred work.
+        """Prepares the modules of this rank's ``chunks`` for the next ``program`` and returns its deferred work.
 
-        Args:
-            chunks: model chunks of this rank.
-            program: the next program to run.
-            meter: counts tensors in this call; None for no counting.
+        ``meter`` counts tensors in this call; None for no counting.
         """
         stages = program.placement.stages_of(program.rank)
         if program.has_offload and self.offloads is None:
@@ -151,13 +148,7 @@ def _offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int
 def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomputes: Recomputes) -> int:
     """Has layers of ``model_chunk`` wait for their R in ``recomputes``; to be called once for a chunk.
 
-    Args:
-        model_chunk: wrapped or not.
-        which: of its layers, counted from 0; None for all.
-        recomputes: where they wait.
-
-    Returns:
-        The number of these layers.
+    ``which`` are counted from 0; None for all. Returns how many these are.
     """
     layers = _decoder_layers(model_chunk)
     chosen = layers if which is None else layers[which.start : which.stop]

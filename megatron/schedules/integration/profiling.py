@@ -113,13 +113,7 @@ class Profiler:
         self._late = False
 
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
-        """Begins a training call.
-
-        Args:
-            program: program of this rank.
-            chunks: model chunks of this rank.
-            meter: a meter that already counts in this call; may be None.
-        """
+        """Begins a training call. ``meter`` may already count in it."""
         number, (first, last) = self._iteration(), self._measured.timed
         if number > self._measured.counted and self._bytes is None and not self._late:
             self._late = True

@@ -74,12 +74,7 @@ class Session:
             self._running = outer
 
     def placement(self, ranks: int, chunks: int | None) -> Placement | None:
-        """Position of the stages; None if it is stock's, as without a schedule.
-
-        Args:
-            ranks: pipeline ranks.
-            chunks: model chunks of each rank; None for one.
-        """
+        """Position of the stages; None if it is stock's, as without a schedule. ``chunks`` is None for one a rank."""
         if self.planner is not None:
             return self.planner.placement
         if "pipeline_schedule" not in self.settings or chunks is None:

@@ -70,10 +70,9 @@ def leaf_of(weight: Any) -> Any:
 
 
 def keep_columns(operand: Any) -> None:
-    """Frees the copy by rows, after making the copy by columns if it is missing. Plain tensors do not change.
+    """Frees the copy by rows of a tensor, or of each in a list, after making the copy by columns if it is missing.
 
-    Args:
-        operand: a tensor of any kind, or a list of them.
+    Plain tensors do not change.
     """
     if isinstance(operand, (list, tuple)):
         for each in operand:

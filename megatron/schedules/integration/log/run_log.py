@@ -129,12 +129,7 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """Begins a training call; returns the observers of its actions.
-
-        Args:
-            program: program of this rank.
-            planned: plan of this iteration; None for the usual plan.
-        """
+        """Begins a training call; returns the observers of its actions. Without ``planned`` the usual plan is run."""
         self._recording = self._due()
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
