@@ -100,7 +100,8 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
         planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
         said = check_host(self._planner.costs, max(blocks), RANKS, is_dry=False)
-        seen.append(Held(planned, self.peaks.bytes, blocks[rank], said, self.model.host_bytes))
+        host_bytes = 0 if self.model.offloads is None else self.model.offloads.host_bytes
+        seen.append(Held(planned, self.peaks.bytes, blocks[rank], said, host_bytes))
         return losses
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]

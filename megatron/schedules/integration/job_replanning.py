@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan_checks import with_room_for
+from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
 from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
@@ -46,8 +47,7 @@ class JobReplan:
         profiler: makes a profiler.
         iteration: returns the current iteration, as stock logs it.
         measured: measurement that the job makes in any case; None for none.
-        begun: iterations already done.
-        end: last iteration of this run.
+        flags: iterations already done, and the last of this run.
         limit: memory limit that the user gave (possibly one that the job measures); None without one.
     """
 
@@ -60,8 +60,7 @@ class JobReplan:
         iteration: Callable[[], int],
         *,
         measured: Measured | None,
-        begun: int,
-        end: int,
+        flags: RunFlags,
         limit: MemoryLimit | None,
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
@@ -69,8 +68,8 @@ class JobReplan:
         self._replanner = Replanner(planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=_say)
         self._profile: JobProfile | None = None
         self._request: Request | None = None
-        self._slow, self._idle, self._end = slow, IdleWatch(), end
-        self._measure = first_measurement(measured, begun) is not measured
+        self._slow, self._idle, self._end = slow, IdleWatch(), flags.end
+        self._measure = first_measurement(measured, flags.begun) is not measured
         self._file = None if measured is None else measured.file
         self._has_limit, self._measures_limit = limit is not None, limit is not None and limit.is_measured
 

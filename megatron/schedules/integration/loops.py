@@ -170,8 +170,7 @@ def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iterati
         profiler,
         iteration,
         measured=measured,
-        begun=flags.begun,
-        end=flags.end,
+        flags=flags,
         limit=settings.memory_limit,
     )
     function.between = replan.boundary

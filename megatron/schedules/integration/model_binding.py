@@ -73,11 +73,6 @@ class ModelBinding:
         self._recompute: Recomputes | None = None
         self.offloads: Offloads | None = None
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory used for this rank's offloaded activations, bytes."""
-        return 0 if self.offloads is None else self.offloads.host_bytes
-
     def bind(self, chunks: Chunks, program: Program, meter: ActivationMeter | None) -> Deferred:
         """Prepares the modules of this rank's ``chunks`` for the next ``program`` and returns its deferred work.
 

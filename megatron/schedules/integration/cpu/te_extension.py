@@ -126,8 +126,7 @@ def _operand(tensor: Any, columnwise: bool) -> Tensor:
 
 
 def _split_quantize(tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], *_: Any, **__: Any) -> Any:
-    parts = zip(tensor.split(sections), quantizers, strict=True)
-    return [te_quantized.quantize(part, quantizer) for part, quantizer in parts]
+    return _multi_tensor_quantize(tensor.split(sections), quantizers)
 
 
 def _multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) -> Any:

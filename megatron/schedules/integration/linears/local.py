@@ -223,7 +223,8 @@ class _SplitLinear(torch.autograd.Function):
         if call.sequence_parallel:
             assert call.group is not None
             # Stock's shared buffer: the next linear may overwrite the gathered input, because it is not saved.
-            total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
+            shape = [input.size(0) * call.group.size(), *input.shape[1:]]
+            total_input = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = _product(total_input, weight.t())
         return output if bias is None else output + bias
@@ -257,10 +258,6 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     """
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
-
-
-def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
-    return [input.size(0) * group.size(), *input.shape[1:]]
 
 
 def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
