@@ -135,7 +135,8 @@ class JobReplan:
         peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
-        found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)
+        rounded = math.floor(1e3 * limit) / 1e3  # down, so that the printed limit is the exact one
+        found = min(max(rounded, least_limit(request)), request.microbatches / request.ranks)
         _say(
             f"memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
             f"{amount(each)} a microbatch"
@@ -171,11 +172,6 @@ def first_measurement(measured: Measured | None, begun: int) -> Measured:
 def _to_measure(iteration: int, file: Path | None) -> Measured:
     """Measurement for a decision made before ``iteration``, written to ``file``."""
     return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
-
-
-def _rounded(limit: float) -> float:
-    """Rounds down to thousandths, so that the printed limit is the exact one."""
-    return math.floor(1e3 * limit) / 1e3
 
 
 def _usual_pass(profile: JobProfile) -> float:

@@ -34,7 +34,6 @@ from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.position import PositionTracker
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 
@@ -129,8 +128,11 @@ class ScheduleFunction:
             int(parallel_state.get_context_parallel_world_size()),
         )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
+        planned = None
         with _timed(get_model_config(chunks[0])):
-            planned = None if forward_only else self._planned(iterators, sizes)
+            if not forward_only:
+                self.between()
+                planned = None if self._lengths is None else self._lengths.begin(iterators, sizes)
             with self._tracker.running():
                 stages = self._run(chunks, call, sizes._replace(sequence=decoder_seq_length or seq_length), planned)
                 losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
@@ -139,18 +141,15 @@ class ScheduleFunction:
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
 
-    def _planned(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
-        """Plan of the next training call for its microbatches' lengths; None without one."""
-        self.between()
-        return None if self._lengths is None else self._lengths.begin(iterators, sizes)
-
     def _run(
         self, chunks: Sequence[torch.nn.Module], call: ScheduleCall, message: Sizes, planned: Planned | None
     ) -> MegatronStages:
         """Runs all passes and messages of one call. Training calls are measured and logged."""
         config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
         program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
-        measuring = self._begin_measuring(program, chunks) if training else Watching()
+        measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
+        if training and self.profiler is not None:
+            measuring = self.profiler.begin(program, chunks, measuring.meter)
         deferred = self.model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
             deferred.offloads.copies.watch = measuring.copies
@@ -181,10 +180,6 @@ class ScheduleFunction:
             stages.finish()
         deferred.assert_empty()
         return stages
-
-    def _begin_measuring(self, program: Program, chunks: Sequence[torch.nn.Module]) -> Watching:
-        meter = self.peaks.begin(chunks)
-        return Watching(meter=meter) if self.profiler is None else self.profiler.begin(program, chunks, meter)
 
     def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
         """Finishes the gradients and the measurements of a training call."""

@@ -130,7 +130,8 @@ class RunLog:
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
         """Begins a training call; returns the observers of its actions. Without ``planned`` the usual plan is run."""
-        self._recording = self._due()
+        # Stock logs at its interval, and a job's first iteration.
+        self._recording = not self._calls or self._iteration() % self._interval == 0
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
         self.peak.begin()
@@ -182,10 +183,6 @@ class RunLog:
             self.slow.add(measured.stages),
             self.slow.since,
         )
-
-    def _due(self) -> bool:
-        """Returns whether stock logs the next iteration: at its interval, and a job's first."""
-        return not self._calls or self._iteration() % self._interval == 0
 
 
 def reduced(values: Sequence[float], how: Any) -> list[float]:
