@@ -33,10 +33,10 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
+from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.integration.linears.local import split_linears
-from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.model_binding import Deferred, capture_state, recompute_layers
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -223,7 +223,7 @@ def _stages(
     call = ScheduleCall(_forward_step, model.batches, 1, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
     stages = MegatronStages(
-        _PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter, recomputes=recomputes
+        _PROGRAM, model.chunks, config, call, Deferred(store, recomputes), lambda stage: nullcontext(), meter
     )
     return stages, store
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron.schedules.integration.gpu_libraries import LIBRARIES
-from megatron.schedules.integration.linears.te_version import OLDEST
+from megatron.schedules.integration.gpu_libraries import LIBRARIES, OLDEST
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "install.md").read_text()

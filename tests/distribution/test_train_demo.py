@@ -8,9 +8,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.report.drawing import saved_timeline
 from megatron.schedules.schedule.simulator import simulate
 from tests.shell_scripts import ROOT, Checkout
 

@@ -50,10 +50,10 @@ def listen() -> dict[str, Any]:
 
     def noted(self: ScheduleFunction, *, forward_only: bool = False, **rest: Any) -> Any:
         if not forward_only:
-            self.count_next_call()
+            self.peaks.count_next_call()
         losses = call(self, forward_only=forward_only, **rest)
         if not forward_only:
-            seen["activations"] = self.peak_activation_bytes
+            seen["activations"] = self.peaks.bytes
         return losses
 
     training.setup_model_and_optimizer = setup_model_and_optimizer

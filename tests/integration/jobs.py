@@ -35,12 +35,11 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.integration import gpt, offloaded_layers, schedule_function
+from megatron.schedules.integration import gpt, model_binding, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.model_stages import MegatronStages
-from megatron.schedules.integration.peak_memory import PeakReport
+from megatron.schedules.integration.rank_device import STANDIN_VARIABLE, PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,
@@ -416,7 +415,7 @@ def _counted(flags: list[str]) -> list[bool]:
 def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
     setattr(Planner, "layers_offloaded", layers)  # noqa: B010 - a property of it
-    offloaded_layers.copies_on = lambda *args, **named: copies
+    model_binding.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run
 
@@ -514,7 +513,7 @@ def _rank(
     if os.environ.get(ROUNDING_VARIABLE) == "1":
         _round_to_nearest()
     # Whatever is read or given back too soon is nonsense.
-    offloaded_layers.copies_on = lambda *args, **named: LateCopies()
+    model_binding.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
         plain_attention.put_in_place()
     if adapters:

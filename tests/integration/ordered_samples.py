@@ -13,8 +13,7 @@ from megatron.training import training
 
 import pretrain_gpt
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.lengths.background_plans import BackgroundPlans, in_loaders_order
-from megatron.schedules.integration.lengths.prefetch import lengths_of, under
+from megatron.schedules.integration.background_plans import BackgroundPlans, in_loaders_order, lengths_of, under
 
 
 def note(seen: list[tuple[int, ...]]) -> None:

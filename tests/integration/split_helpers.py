@@ -216,8 +216,8 @@ def compare(
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
     R the whole model is recomputed.
     """
-    from megatron.schedules.integration.layers.recomputed_layers import capture_state
     from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.model_binding import capture_state
 
     bind = bind or split_linears
     forward = forward or (lambda module, x: module(x))

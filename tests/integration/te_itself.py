@@ -98,7 +98,7 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: naming what differs.
     """
-    from megatron.schedules.integration.linears.te_version import te_fault
+    from megatron.schedules.integration.gpu_libraries import te_fault
     from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     fault = te_fault()

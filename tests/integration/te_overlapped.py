@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformer_engine.pytorch.module import base
 
-from megatron.schedules.integration.linears import transformer_engine
+from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests.integration import split_helpers as helpers
@@ -80,7 +80,7 @@ def faults(name: str) -> dict[str, str]:
             ("BULK", PLAIN): (_MEGATRONS, True, ""),
             ("out_of_buffers", PLAIN): (_REDUCED, True, "fourth"),
         }.get((fault, name), (_MEGATRONS, False, ""))
-        with mock.patch.object(transformer_engine, fault, what):
+        with mock.patch.object(te_operands, fault, what):
             try:
                 _compared(name, overlaps, fused, trained)
             except (AssertionError, NotImplementedError) as error:

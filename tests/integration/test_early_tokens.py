@@ -26,7 +26,7 @@ def part() -> Any:
 
 
 def early_tokens(step: Any, samples: Iterator[Any] | None, part: Any) -> Any:
-    from megatron.schedules.integration.vocabulary.early_tokens import EarlyTokens
+    from megatron.schedules.integration.vocabulary.user_step import EarlyTokens
 
     return EarlyTokens(step, samples, part)
 

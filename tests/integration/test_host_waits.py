@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.schedules.integration.log.host_waits import host_waits
+from megatron.schedules.integration.host_waits import host_waits
 
 
 @pytest.fixture

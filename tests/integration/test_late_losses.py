@@ -9,7 +9,7 @@ import torch
 
 
 def late(loss: Any, grad_scale: Any = None) -> tuple[Any, list[Any], torch.Tensor]:
-    from megatron.schedules.integration.vocabulary.late_losses import LateLosses
+    from megatron.schedules.integration.vocabulary.user_step import LateLosses
 
     reported: list[Any] = []
 

@@ -71,7 +71,7 @@ def test_measuring_ends_with_its_report(megatron, tmp_path):
 
 def test_on_a_gpu_its_allocator_is_asked(monkeypatch):
     from megatron.schedules.integration.cpu import standin
-    from megatron.schedules.integration.peak_memory import PeakReport
+    from megatron.schedules.integration.rank_device import PeakReport
 
     allocated = {"now": 100, "most": 5000}
     monkeypatch.setattr(standin, "enabled", lambda: False)

@@ -90,7 +90,7 @@ def test_replicas_in_another_order_are_found_before_anything_is_sent(monkeypatch
     for csv in (to_csv(schedule), *others):
         ranks = [planned, planned, planned, digest(csv, schedule.placement, request)]
         monkeypatch.setattr(
-            dist, "all_gather_object", lambda found, mine, ranks=ranks: found.__setitem__(slice(4), ranks)
+            dist, "all_gather_object", lambda found, mine, ranks=ranks, group=None: found.__setitem__(slice(4), ranks)
         )
         with nullcontext() if csv not in others else pytest.raises(RuntimeError, match="rank 3 has another plan"):
             messages._agree(planned)

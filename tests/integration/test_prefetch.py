@@ -49,6 +49,7 @@ def _program(order: str) -> Program:
 def _trained(order: str, log: list[str]) -> list[Tensor]:
     """The gradients of two microbatches, under the engine."""
     from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.model_binding import Deferred
     from megatron.schedules.integration.model_stages import MegatronStages
     from megatron.schedules.integration.schedule_call import ScheduleCall
 
@@ -62,7 +63,7 @@ def _trained(order: str, log: list[str]) -> list[Tensor]:
 
     call = ScheduleCall(step, [inputs], 2, False, None, 1)
     config = helpers.config(sequence_parallel=True, calculate_per_token_loss=False)
-    stages = MegatronStages(_program(order), [model], config, call, store, lambda _: nullcontext())
+    stages = MegatronStages(_program(order), [model], config, call, Deferred(store), lambda _: nullcontext())
     with recorded(log):
         run(_program(order), stages, _NoTransport(), [_Log(log)])  # type: ignore[arg-type]
     store.assert_empty()

@@ -67,7 +67,7 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     """Of a small GPT's F, R and I, and of an F without R: bytes held after each; how often each layer was run."""
     from counted_forwards import put_in_place
 
-    from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
+    from megatron.schedules.integration.model_binding import capture_state, recompute_layers
 
     runs = put_in_place()
     model, tokens, forward = small_gpt(sequence_parallel=False)
@@ -103,7 +103,7 @@ def test_bytes_held_and_runs_of_a_gpt(count: int | None) -> None:
 
 
 def _inputs_alone() -> tuple[int, int]:
-    from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
+    from megatron.schedules.integration.model_binding import capture_state, recompute_layers
 
     model, _, _ = small_gpt(sequence_parallel=False)
     recomputes = Recomputes(capture_state)

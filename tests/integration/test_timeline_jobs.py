@@ -9,10 +9,9 @@ import os
 import pytest
 
 from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.recorded_run import read_recorded
-from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run
+from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, saved_timeline
 from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils import output_files

@@ -17,8 +17,9 @@ from megatron.schedules.planner.replanning import Proposal, propose
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime import replanner
 from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.replanner import ControlMessages, Replanner
+from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import PlanError

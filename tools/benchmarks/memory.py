@@ -127,14 +127,14 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
     step = ScheduleFunction.__call__
 
     def noted(self: ScheduleFunction, **asked: Any) -> list[Any]:
-        self.count_next_call()
+        self.peaks.count_next_call()
         step(self, **asked | {"num_microbatches": 1})
-        one = self.peak_activation_bytes
-        self.count_next_call()
+        one = self.peaks.bytes
+        self.peaks.count_next_call()
         losses = step(self, **asked)
         schedule = self._planner.first
         planned = peaks(schedule, Costs(weight_share=share).on(schedule.placement))[dist.get_rank()]
-        seen.append(Peaks(planned, one, self.peak_activation_bytes))
+        seen.append(Peaks(planned, one, self.peaks.bytes))
         return losses
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]

@@ -94,13 +94,14 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
     step = ScheduleFunction.__call__
 
     def noted(self: ScheduleFunction, **asked: Any) -> list[Any]:
-        self.count_next_call()
+        self.peaks.count_next_call()
         losses = step(self, **asked)
         schedule, costs, rank = self._planner.first, self._planner.timeline.costs, dist.get_rank()
         planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
         said = check_host(self._planner.costs, max(blocks), RANKS, is_dry=False)
-        seen.append(Held(planned, self.peak_activation_bytes, blocks[rank], said, self.host_bytes))
+        host_bytes = 0 if self.model.offloads is None else self.model.offloads.host_bytes
+        seen.append(Held(planned, self.peaks.bytes, blocks[rank], said, host_bytes))
         return losses
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]

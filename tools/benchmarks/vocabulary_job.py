@@ -108,9 +108,9 @@ def _train(flags: Sequence[str]) -> Held:
 
     def called(self: ScheduleFunction, **asked: Any) -> list[Any]:
         if "activations" not in held:
-            self.count_next_call()
+            self.peaks.count_next_call()
         found = call(self, **asked)
-        held.setdefault("activations", self.peak_activation_bytes)
+        held.setdefault("activations", self.peaks.bytes)
         return found
 
     training.train_step = stepped

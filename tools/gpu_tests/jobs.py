@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pretrain_gpt
-from megatron.schedules.integration.linears.te_version import te_fault
+from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools import _pass_times as times
 from tools.benchmarks.quick_start import quick_start

@@ -39,7 +39,7 @@ def fault_of(error: Exception) -> str:
 def transformer_engine(setting: Setting) -> Iterator[Row]:
     """Tests Transformer Engine's modules, with and without bias and fused accumulation, in several orders."""
     import pretrain_gpt  # noqa: F401 - Transformer Engine is asked about once Megatron is there
-    from megatron.schedules.integration.linears.te_version import te_fault
+    from megatron.schedules.integration.gpu_libraries import te_fault
     from tests.integration import te_itself
 
     if fault := te_fault():

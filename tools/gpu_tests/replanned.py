@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.log.run_log import Logged, RunLog
+from megatron.schedules.integration.rank_device import STANDIN_VARIABLE
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.replanning import Proposal

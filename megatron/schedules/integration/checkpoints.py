@@ -6,6 +6,7 @@ These functions replace stock's saving and loading. The reason for each is in :m
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -41,25 +42,18 @@ def load_base_checkpoint(
     return found
 
 
-def distribute_main_replicas(
-    stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Saves each tensor once, even if this rank has two copies of it."""
-    stock(sharded_state_dict, *args, **kwargs)
-    if session.two_copies:
-        _write_once(sharded_state_dict)
+def for_two_copies(mend: Callable[[dict[str, Any]], None]) -> Stock:
+    """Returns the replacement of a function that changes a state dict: ``mend`` follows it on ranks with two copies."""
+
+    def replacement(stock: Stock, session: Session, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(state_dict, *args, **kwargs)
+        if session.two_copies:
+            mend(state_dict)
+
+    return replacement
 
 
-def fill_in_deferred_sharded_items(
-    stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Loads each copy of a tensor into its own memory."""
-    stock(sharded_state_dict, *args, **kwargs)
-    if session.two_copies:
-        _own_tensors(sharded_state_dict)
-
-
-def _write_once(sharded_state_dict: dict[str, Any]) -> None:
+def write_once(sharded_state_dict: dict[str, Any]) -> None:
     """Selects one of this rank's copies of each tensor part for writing.
 
     Stock selects a rank, and so all its copies.
@@ -73,7 +67,7 @@ def _write_once(sharded_state_dict: dict[str, Any]) -> None:
             written.add(part)
 
 
-def _own_tensors(loaded: dict[str, Any]) -> None:
+def own_tensors(loaded: dict[str, Any]) -> None:
     """Gives each of the two copies its own tensors. Stock reads a tensor once and uses it for both copies."""
     seen = set()
 

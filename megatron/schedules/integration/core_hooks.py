@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -26,15 +26,14 @@ from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
-from megatron.schedules.integration.expert_messages import HybridBuffer, reset_stocks_own
+from megatron.schedules.integration.expert_messages import ExpertMessages, HybridBuffer, reset_stocks_own
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.live import HIDES_MESSAGES
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
-from megatron.schedules.integration.replacement import Hook, put_in
-from megatron.schedules.integration.session import Session, Stock
+from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 
 
 def _forward_backward(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -51,24 +50,20 @@ def _validate_result(
     session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
 
 
-def _is_pipeline_first_stage(
-    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    if session.stock_is_wrong(ignore_virtual):
-        return session.first_and_last(vp_stage)[0]
-    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+def _is_pipeline_end(end: int) -> Stock:
+    """Returns the replacement of stock's question for the first stage (``end`` 0) or the last (1)."""
 
+    def asked(stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if session.stock_is_wrong(ignore_virtual):
+            return session.first_and_last(vp_stage)[end]
+        return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
-def _is_pipeline_last_stage(
-    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    if session.stock_is_wrong(ignore_virtual):
-        return session.first_and_last(vp_stage)[1]
-    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+    return asked
 
 
 def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
-    if session.stock_is_wrong(ignore_virtual=not session.building):
+    # Until training begins, a question about the last rank is about the output layer, not about results.
+    if session.stock_is_wrong(ignore_virtual=session.planner is not None):
         return session.first_and_last(-1)[1]
     return bool(stock(pp_group))
 
@@ -98,16 +93,9 @@ def _te_parallel_cross_entropy(
     return stock(logits, labels, group, for_graphs or (session.planner is not None and not is_te_min_version("2.20.0")))
 
 
-def _all_to_all(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    return session.expert_messages.send(stock, *args, **kwargs)
-
-
-def _gather(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    return session.expert_messages.gather(stock, *args, **kwargs)
-
-
-def _scatter(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    return session.expert_messages.scatter(stock, *args, **kwargs)
+def _sent_by(method: Callable[..., Any]) -> Stock:
+    """Returns the replacement of a message of stock's by one of :class:`.ExpertMessages`."""
+    return lambda stock, session, *args, **kwargs: method(session.expert_messages, stock, *args, **kwargs)
 
 
 def _get_buffer(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -162,8 +150,8 @@ CORE_HOOKS = (
         "scripts look for NaN in each loss, and reading one waits for the device: read when all passes are queued",
         _validate_result,
     ),
-    Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
-    Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
+    Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_end(0)),
+    Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_end(1)),
     Hook(pipeline_utils, "is_pp_last_stage", "the same, in newer loops", _is_pp_last_stage),
     Hook(
         TransformerConfig,
@@ -183,9 +171,9 @@ CORE_HOOKS = (
         "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
         _te_parallel_cross_entropy,
     ),
-    Hook(token_dispatcher, "all_to_all", _WAITS, _all_to_all),
-    Hook(token_dispatcher, "gather_from_sequence_parallel_region", _WAITS, _gather),
-    Hook(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", _WAITS, _scatter),
+    Hook(token_dispatcher, "all_to_all", _WAITS, _sent_by(ExpertMessages.send)),
+    Hook(token_dispatcher, "gather_from_sequence_parallel_region", _WAITS, _sent_by(ExpertMessages.gather)),
+    Hook(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", _WAITS, _sent_by(ExpertMessages.scatter)),
     Hook(fused_a2a, "get_buffer", f"{_WAITS} (DeepEP)", _get_buffer),
     Hook(fused_a2a, "init_hybrid_ep_buffer", "HybridEP sends on the stream that computes", _init_hybrid_ep_buffer),
     Hook(
@@ -205,13 +193,13 @@ CORE_HOOKS = (
         fully_parallel,
         "distribute_main_replicas_with_precomputed_distribution",
         "a rank with both copies of a tied embedding would write it twice",
-        checkpoints.distribute_main_replicas,
+        checkpoints.for_two_copies(checkpoints.write_once),
     ),
     Hook(
         fully_parallel,
         "_fill_in_deferred_sharded_items",
         "both copies of a tied embedding would share one optimizer state",
-        checkpoints.fill_in_deferred_sharded_items,
+        checkpoints.for_two_copies(checkpoints.own_tensors),
     ),
 )
 

@@ -61,7 +61,12 @@ EXPOSED = MessageWatch(lambda: _nothing, exposes=True)
 
 
 class ExpertMessages:
-    """Messages of experts in this process, and what runs behind them."""
+    """Messages of experts in this process, and what runs behind them.
+
+    The methods that replace stock's functions take these and their arguments, and call them outside :meth:`hidden` and
+    where there is one rank. Ranks of ``group`` share the experts. Rows are (rows, ...), and sizes count those of each
+    rank.
+    """
 
     def __init__(self) -> None:
         # Plain, not thread-local: on a GPU a backward runs in a thread of its own.
@@ -102,16 +107,7 @@ class ExpertMessages:
         input_split_sizes: Sizes = None,
         use_nccl_stream: bool = False,
     ) -> Tensor:
-        """Sends rows to and receives rows from each rank of ``group``, as stock's ``all_to_all`` does.
-
-        Args:
-            stock: stock's function, which runs outside :meth:`hidden` and where there is one rank.
-            group: ranks that share the experts.
-            rows: what this rank sends, (rows, ...).
-            output_split_sizes_: rows from each rank.
-            input_split_sizes: rows to each rank.
-            use_nccl_stream: what stock waits for.
-        """
+        """Sends rows to and receives rows from each rank of ``group``, as stock's ``all_to_all`` does."""
         if self._run_ahead is None or group.size() == 1:
             return stock(group, rows, output_split_sizes_, input_split_sizes, use_nccl_stream)
         received, sent = output_split_sizes_, input_split_sizes
@@ -131,13 +127,8 @@ class ExpertMessages:
     ) -> Tensor:
         """Gathers the rows of all ranks of ``group``, as ``gather_from_sequence_parallel_region`` does.
 
-        Args:
-            stock: stock's function. It also gathers what has no gradient: routes and counts of tokens.
-            rows: of this rank, (rows, ...).
-            tensor_parallel_output_grad: always true for tokens.
-            group: ranks that share the experts.
-            output_split_sizes: rows of each rank.
-            use_global_buffer: whether the result is in stock's buffer.
+        Stock's function also gathers what has no gradient: routes and counts of tokens. ``tensor_parallel_output_grad``
+        is always true for tokens. With ``use_global_buffer`` the result is in stock's buffer.
         """
         if self._run_ahead is None or group is None or group.size() == 1 or not rows.is_floating_point():
             return stock(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
@@ -153,15 +144,7 @@ class ExpertMessages:
         input_split_sizes: Sizes = None,
         use_global_buffer: bool = False,
     ) -> Tensor:
-        """Sums rows over ``group`` and returns this rank's, as ``reduce_scatter_to_sequence_parallel_region`` does.
-
-        Args:
-            stock: stock's function.
-            rows: for all ranks, (rows, ...).
-            group: ranks that share the experts.
-            input_split_sizes: rows of each rank.
-            use_global_buffer: whether the result is in stock's buffer.
-        """
+        """Sums rows over ``group`` and returns this rank's, as ``reduce_scatter_to_sequence_parallel_region`` does."""
         if self._run_ahead is None or group is None or group.size() == 1:
             return stock(rows, group, input_split_sizes, use_global_buffer)
         how = group, input_split_sizes, use_global_buffer, self._run_ahead

@@ -1,12 +1,26 @@
-"""Finds the optional libraries with GPU kernels and describes them in one log line at the start of a job."""
+"""Finds compiled libraries: the optional ones with GPU kernels, and Megatron's own helpers.
+
+A job's first lines name the optional ones.
+"""
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
+
+from megatron.schedules.utils.late_imports import TooEarlyError, after_megatron
+
+ENGINE = "transformer_engine.pytorch"
+LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
+"""Those of Transformer Engine whose backward can be split."""
+OLDEST = "2.3"
+"""The first version in which all of these can delay their weight gradients."""
 
 
 class Library(NamedTuple):
@@ -50,3 +64,45 @@ def _with_version(library: Library) -> str:
         return f"{library.name} {version(library.distribution)}"
     except PackageNotFoundError:  # added to the path by hand
         return library.name
+
+
+def te_fault() -> str | None:
+    """Returns the reason why Transformer Engine's linears cannot be split, without a full stop; None if they can.
+
+    Raises:
+        TooEarlyError: Transformer Engine is not imported yet.
+    """
+    if not is_there(TRANSFORMER_ENGINE):
+        return "Transformer Engine is not installed"
+    try:
+        engine = after_megatron(ENGINE)
+    except TooEarlyError:
+        raise
+    except ModuleNotFoundError:
+        return "Transformer Engine is not installed"
+    except Exception as error:  # it loads shared libraries and queries devices, which can fail in many ways
+        return f"Transformer Engine cannot be imported here, which ends in {type(error).__name__}"
+    for name in LINEARS:
+        linear = getattr(engine, name, None)
+        if linear is None or "delay_wgrad_compute" not in inspect.signature(linear.__init__).parameters:
+            return (
+                f"Transformer Engine {te_version()} has no {name} that can delay weight gradients, "
+                f"as {OLDEST} and later do"
+            )
+    return None
+
+
+def te_version() -> str:
+    """Returns the imported version."""
+    return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))
+
+
+def came_compiled() -> bool:
+    """Returns whether Megatron's C++ helpers are installed and cannot be compiled here.
+
+    The wheel contains the compiled helpers but not the Makefile that stock runs.
+    """
+    makefile = Path(str(after_megatron("megatron.core.datasets.utils").__file__)).with_name("Makefile")
+    if makefile.exists() and shutil.which("make") is not None:
+        return False
+    return find_spec("megatron.core.datasets.helpers_cpp") is not None

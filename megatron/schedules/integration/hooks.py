@@ -17,10 +17,10 @@ from typing import Any
 
 from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, checkpointing, training
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models import dist_utils
 
-from megatron.schedules.integration import checkpoints, log_line
-from megatron.schedules.integration.compiled_helpers import came_compiled
+from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
@@ -30,11 +30,11 @@ from megatron.schedules.integration.flags.declared import add_arguments, mend_he
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.replacement import Hook, put_in
-from megatron.schedules.integration.session import Session, Stock
-from megatron.schedules.integration.vocabulary.split_tables import share_vocabulary
+from megatron.schedules.integration.session import Hook, Session, Stock, put_in
+from megatron.schedules.integration.vocabulary.parts import share_vocabulary
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.placement import Placement
 
@@ -150,6 +150,39 @@ def _compile_helpers(stock: Stock, session: Session) -> None:
         stock()
 
 
+def _training_log(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """Calls stock's function and marks that the line of an iteration is being made."""
+    if session.job is None:
+        return stock(*args, **kwargs)
+    with session.job.log.logging():
+        return stock(*args, **kwargs)
+
+
+def _print_rank_last(stock: Stock, session: Session, message: str) -> None:
+    """Calls stock's function and adds the pipeline's figures to an iteration's line.
+
+    Writers and replanning get them too.
+    """
+    job = session.job
+    found = None if job is None else job.log.logged(job.function.peaks.bytes)
+    if job is not None and found is not None:
+        message = "\n".join([message + found.words(), *found.warnings()])
+        _write_scalars(found.scalars(), session.iteration())
+        if job.replan is not None:
+            job.replan.logged(found)
+    stock(message)
+
+
+def _write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
+    """Writes ``scalars`` (values by name) of ``iteration`` on the rank that has writers."""
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if board:
+        for name, value in scalars.items():
+            board.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(dict(scalars), iteration)
+
+
 HOOKS = (
     Hook(arguments, "parse_args", "our flags, in any script", _parse_args),
     Hook(arguments, "validate_args", "stock's validation knows only its own interleaving", _validate_args),
@@ -159,8 +192,8 @@ HOOKS = (
         "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
     ),
-    Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),
-    Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", log_line.print_rank_last),
+    Hook(training, "training_log", "tells the line of an iteration from other lines", _training_log),
+    Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", _print_rank_last),
     Hook(training, "get_model", "stock's places of embedding and output layer (model providers)", _build_chunks),
     Hook(dist_utils, "build_virtual_pipeline_stages", "the same (scripts with a model configuration)", _build_chunks),
     Hook(

@@ -1,4 +1,4 @@
-"""Replanning: a job plans again after it has measured itself, and when a rank or a link has become slow."""
+"""A job that trains, and its replanning after it has measured itself, and when a rank or a link has become slow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,10 +14,11 @@ from megatron.core import parallel_state
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan_checks import with_room_for
-from megatron.schedules.integration.free_device_memory import bytes_left
+from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
-from megatron.schedules.integration.log.run_log import Logged, reduced
+from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of
@@ -25,7 +27,8 @@ from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_lin
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
-from megatron.schedules.runtime.replanner import ControlMessages, Replanner
+from megatron.schedules.runtime.control_messages import ControlMessages
+from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.simulator import simulate
 
 # Iterations between the decision to measure and the first measured one; number of timed iterations.
@@ -44,8 +47,7 @@ class JobReplan:
         profiler: makes a profiler.
         iteration: returns the current iteration, as stock logs it.
         measured: measurement that the job makes in any case; None for none.
-        begun: iterations already done.
-        end: last iteration of this run.
+        flags: iterations already done, and the last of this run.
         limit: memory limit that the user gave (possibly one that the job measures); None without one.
     """
 
@@ -58,8 +60,7 @@ class JobReplan:
         iteration: Callable[[], int],
         *,
         measured: Measured | None,
-        begun: int,
-        end: int,
+        flags: RunFlags,
         limit: MemoryLimit | None,
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
@@ -67,8 +68,8 @@ class JobReplan:
         self._replanner = Replanner(planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=_say)
         self._profile: JobProfile | None = None
         self._request: Request | None = None
-        self._slow, self._idle, self._end = slow, IdleWatch(), end
-        self._measure = first_measurement(measured, begun) is not measured
+        self._slow, self._idle, self._end = slow, IdleWatch(), flags.end
+        self._measure = first_measurement(measured, flags.begun) is not measured
         self._file = None if measured is None else measured.file
         self._has_limit, self._measures_limit = limit is not None, limit is not None and limit.is_measured
 
@@ -134,12 +135,27 @@ class JobReplan:
         peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
-        found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)
+        rounded = math.floor(1e3 * limit) / 1e3  # down, so that the printed limit is the exact one
+        found = min(max(rounded, least_limit(request)), request.microbatches / request.ranks)
         _say(
             f"memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
             f"{amount(each)} a microbatch"
         )
         return found
+
+
+class RunningJob(NamedTuple):
+    """Job that trains.
+
+    Args:
+        function: runs each iteration.
+        log: describes each logged iteration.
+        replan: replans; None in a job that does not replan.
+    """
+
+    function: ScheduleFunction
+    log: RunLog
+    replan: JobReplan | None = None
 
 
 def _say(line: str) -> None:
@@ -156,11 +172,6 @@ def first_measurement(measured: Measured | None, begun: int) -> Measured:
 def _to_measure(iteration: int, file: Path | None) -> Measured:
     """Measurement for a decision made before ``iteration``, written to ``file``."""
     return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
-
-
-def _rounded(limit: float) -> float:
-    """Rounds down to thousandths, so that the printed limit is the exact one."""
-    return math.floor(1e3 * limit) / 1e3
 
 
 def _usual_pass(profile: JobProfile) -> float:

@@ -7,6 +7,7 @@ model, which is collective over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,32 +15,39 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.live import live_args
+from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
+from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.flags.replan_checks import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import run_flags
+from megatron.schedules.integration.flags.switched_off import switched_off
+from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, RunningJob, first_measurement
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.running_job import RunningJob, begin
-from megatron.schedules.integration.schedule_function import listed
+from megatron.schedules.integration.log.rank_lines import print_rank_0
+from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.spec import JobSpec, StockLayers
 from megatron.schedules.job.stage_layers import layers_by_stage, letters_by_stage
 from megatron.schedules.job.values import layers_choice
+from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.runtime.recorder import ProfilerRanges
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
 
 
 def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
-    """Returns the function that runs this call; None if stock's own runs it.
-
-    Args:
-        session: settings, and the jobs that have begun.
-        call: arguments of the call, by name.
-    """
+    """Returns the function that runs the call with these arguments; None if stock's own runs it."""
     if not session.has_schedule:
         return None
     if session.spec is not None and session.planner is not None:
@@ -87,7 +95,6 @@ def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[lis
     None if they are where stock has them.
 
     Args:
-        session: has the placement.
         pattern: letters of all layers, with ``|`` between stages if it places them.
         chunk: of this rank; None if it has one.
     """
@@ -106,13 +113,7 @@ def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[lis
 
 
 class LoopJob:
-    """Job of one model. It counts training calls as iterations.
-
-    Args:
-        session: settings of the process.
-        chunks: the model's chunks on this rank.
-        call: arguments of the first call.
-    """
+    """Job of the model with these chunks on this rank, from its first call on. Training calls count as iterations."""
 
     def __init__(self, session: Session, chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> None:
         self._done = 0
@@ -140,8 +141,60 @@ class LoopJob:
 
 
 def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
-    late, messages = session.late_checks, session.expert_messages
-    return begin(spec, planner, run_flags(args), iteration, session.running, late, messages)
+    """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
+    settings, flags = spec.settings, run_flags(args)
+    off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
+    print_rank_0("\n".join([planner.summary(), found(), *off]))
+    measured = measured_iterations(settings.measuring, flags.train_iters)
+    profiler = partial(Profiler, planner, flags.model, iteration)
+    log = RunLog(planner, iteration, flags.log_interval)
+    function = ScheduleFunction(
+        planner,
+        session.running,
+        session.late_checks,
+        Messages(planner, flags.groups),
+        log,
+        stall_seconds=settings.stall_seconds,
+        report_memory=measured is not None,
+        observers=[ProfilerRanges()] if flags.profiles else (),
+        lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
+        profiler=None if measured is None else profiler(measured),
+        hiding=session.expert_messages if spec.hides_messages else None,
+    )
+    if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
+        return RunningJob(function, log)
+    replan = JobReplan(
+        planner,
+        function,
+        log.slow,
+        profiler,
+        iteration,
+        measured=measured,
+        flags=flags,
+        limit=settings.memory_limit,
+    )
+    function.between = replan.boundary
+    return RunningJob(function, log, replan)
+
+
+def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
+    """Returns whether the job replans after its ``first`` measurement, before the last iteration ``end`` of this run.
+
+    Logs it if no flag requests it, or if a flag requests it but it is impossible.
+    """
+    by_flag, needed = spec.settings.replans, first.last + UNTIL_NEW
+    if by_flag and needed > end:
+        print_rank_0(
+            f"pipeline schedule: the job does not plan again: it ends with iteration {end}, and a new order could run "
+            f"from iteration {needed} on"
+        )
+    by_itself = not by_flag and needed <= end and replans_by_itself(spec, planner.request)
+    if by_itself:
+        print_rank_0(
+            f"pipeline schedule: {AUTO} has no measured costs: it measures iterations {first.counted} to {first.last}, "
+            "then plans again in the background"
+        )
+    return needed <= end and (by_flag or by_itself)
 
 
 def _refuse_other_groups(call: Mapping[str, Any]) -> None:

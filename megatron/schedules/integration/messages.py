@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.run_flags import GroupFlags
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.program import channels_of
 from megatron.schedules.runtime.transport import (
     Channels,
@@ -80,8 +81,7 @@ def nccl_options(groups: GroupFlags) -> Any:
 
 def _agree(digest: str) -> None:
     """Compares the plans of all ranks. Replicas in another order would join collectives inside passes in that order."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest)
+    found = of_all_ranks(digest)
     other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
     if other is not None:
         raise RuntimeError(
@@ -92,7 +92,5 @@ def _agree(digest: str) -> None:
 
 def _pipelines() -> list[list[int]]:
     """Global ranks of every pipeline of the job. Collective over all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    dist.all_gather_object(found, tuple(mine))
-    return [list(ranks) for ranks in sorted(set(found))]
+    return [list(ranks) for ranks in sorted(set(of_all_ranks(tuple(mine))))]

@@ -1,24 +1,40 @@
-"""Work that the model's modules defer to later passes: weight gradients, recomputes, offloaded activations."""
+"""Work that the model's modules defer to later passes: weight gradients, recomputes, offloaded activations.
+
+Hooks for recompute and offload: ``forward`` of decoder layers' instances, and ``routing`` of their routers. Activations
+of the embedding, of everything after the last layer, and of the loss stay on the device, and are not recomputed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
 from megatron.schedules.integration.linears.local import split_linears
+from megatron.schedules.integration.linears.te_operands import autocast_now
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-from megatron.schedules.integration.offloaded_layers import offloads_of
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.copies import copies_on
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recompute import Recomputes
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 Chunks = Sequence[torch.nn.Module]
+
+# Stock's name of a chunk's layers; multi-token prediction has blocks of its own.
+_LAYERS = "decoder.layers"
+_ADVICE = (
+    "give the job more host memory, let it offload less with a larger --pipeline-memory-limit, or "
+    "give no offload in --pipeline-save-memory"
+)
 
 
 class Deferred(NamedTuple):
@@ -57,22 +73,17 @@ class ModelBinding:
         self._recompute: Recomputes | None = None
         self.offloads: Offloads | None = None
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory used for this rank's offloaded activations, bytes."""
-        return 0 if self.offloads is None else self.offloads.host_bytes
-
     def bind(self, chunks: Chunks, program: Program, meter: ActivationMeter | None) -> Deferred:
-        """Prepares the modules of ``chunks`` for ``program`` and returns its deferred work.
+        """Prepares the modules of this rank's ``chunks`` for the next ``program`` and returns its deferred work.
 
-        Args:
-            chunks: model chunks of this rank.
-            program: the next program to run.
-            meter: counts tensors in this call; None for no counting.
+        ``meter`` counts tensors in this call; None for no counting.
         """
         stages = program.placement.stages_of(program.rank)
         if program.has_offload and self.offloads is None:
-            self.offloads, self._store = offloads_of(chunks, stages, self._planner.layers_offloaded), None
+            self.offloads, self._store = Offloads(copies_on(torch.empty(0, device="cuda").device), _ADVICE), None
+            counts = self._planner.layers_offloaded
+            for chunk, stage in zip(chunks, stages, strict=True):
+                _offload_layers(chunk, self.offloads, None if counts is None else counts[stage])
         if self.offloads is not None:
             self.offloads.meter = meter
         if program.has_recompute and self._recompute is None:
@@ -99,3 +110,90 @@ class ModelBinding:
                 split_te_linears(chunk, store)
         self._store = store if meter is None else None
         return store
+
+
+def _decoder_layers(model_chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns those of ``model_chunk``, wrapped (``Float16Module``, ``DistributedDataParallel``) or not, in order."""
+    return [
+        layer
+        for name, module in model_chunk.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and f".{name}".endswith(f".{_LAYERS}")
+        for layer in module
+    ]
+
+
+def _offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None) -> None:
+    """Passes the tensors that the first ``count`` layers (None for all) save for their backward through ``offloads``.
+
+    Microbatches that are not offloaded, and evaluation, are unchanged. A fully recomputed layer saves only its input,
+    outside its forward; that input stays on the device.
+    """
+
+    def through(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            with offloads.saving():
+                return forward(*args, **kwargs)
+
+        return saving
+
+    for layer in _decoder_layers(model_chunk)[:count]:
+        layer.__dict__["forward"] = through(layer.forward)
+
+
+def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomputes: Recomputes) -> int:
+    """Has layers of ``model_chunk`` wait for their R in ``recomputes``; to be called once for a chunk.
+
+    ``which`` are counted from 0; None for all. Returns how many these are.
+    """
+    layers = _decoder_layers(model_chunk)
+    chosen = layers if which is None else layers[which.start : which.stop]
+    for layer in chosen:
+        recompute_layer(layer, recomputes)
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                module.routing = _Routing(module.routing, recomputes)
+    return len(chosen)
+
+
+def capture_state() -> Callable[[], AbstractContextManager[None]]:
+    """Captures random states, autocast and FP8; returns what restores them for a while.
+
+    Auxiliary losses and token counters need nothing: stock counts them where grad mode is on, so only in R.
+    """
+    states = random._get_all_rng_states()
+    return partial(
+        _restored, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), autocast_now()
+    )
+
+
+@contextmanager
+def _restored(
+    states: tuple[Any, ...], autocast: bool, dtype: torch.dtype, quantizing: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast), quantizing():
+        random._set_all_rng_states(*states)
+        yield
+
+
+class _Routing:
+    """Replaces one router's ``routing``, which orders a token's experts differently where grad mode is off.
+
+    F would then sum the weights of three or more experts in another order than R does, and than without R.
+    """
+
+    def __init__(self, routing: Callable[..., Any], recomputes: Recomputes) -> None:
+        self._routing, self._recomputes = routing, recomputes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or not self._recomputes.active:
+            return self._routing(*args, **kwargs)
+        with _Sorted():
+            return self._routing(*args, **kwargs)
+
+
+class _Sorted(TorchFunctionMode):
+    """Makes ``torch.topk`` return its results in order."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"sorted": True} if func is torch.topk else kwargs))

@@ -8,21 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
-from megatron.schedules.integration.offloaded_layers import forget_input
+from megatron.schedules.integration.model_binding import Deferred
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.behind_messages import ComingWeights, MessageBudget
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
-from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
-from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.stage_interface import Stages
-from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.kinds import Kind
 
 
@@ -45,12 +43,10 @@ class MegatronStages(Stages):
         model: its chunks, in model order.
         config: configuration of the chunks.
         call: arguments of the schedule's call.
-        store: queue for the weight gradients of split linears.
+        deferred: weight gradients of split linears, and what R, O and L do.
         running: context manager around the forward of every stage.
         meter: counts activations; None for no counting.
         exchange: collectives of vocabulary parallelism; None without it.
-        recomputes: forwards of layers that wait for R; None without R.
-        offloads: offloaded activations; None without O.
         budget: of weight gradients behind messages; None if none are hidden.
     """
 
@@ -60,19 +56,18 @@ class MegatronStages(Stages):
         model: Sequence[torch.nn.Module],
         config: Any,
         call: ScheduleCall,
-        store: WeightGradients,
+        deferred: Deferred,
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
         exchange: Exchange | None = None,
-        recomputes: Recomputes | None = None,
-        offloads: Offloads | None = None,
         budget: MessageBudget | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
-        self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running, self._recomputes, self._offloads, self._budget = running, recomputes, offloads, budget
+        self._model, self._config, self._call, self._meter = model, config, call, meter
+        self._store, self._recomputes, self._offloads = deferred
+        self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._coming = ComingWeights(program)
@@ -139,7 +134,8 @@ class MegatronStages(Stages):
                 output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
             if offload:
-                forget_input(self._model[chunk])
+                # Stock otherwise stores the chunk's input until the next microbatch.
+                get_attr_wrapped_model(self._model[chunk], "set_input_tensor")([None])
         if training:
             self._in_flight[stage, microbatch] = _InFlight(taken, start)
         return None if is_last else output

@@ -21,21 +21,21 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
-from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.measured_passes import (
     Conditions,
-    RankMeasured,
     Timed,
     profile_of,
     rank_measured,
 )
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.report.drawing import saved_timeline
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
@@ -111,13 +111,7 @@ class Profiler:
         self._late = False
 
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
-        """Begins a training call.
-
-        Args:
-            program: program of this rank.
-            chunks: model chunks of this rank.
-            meter: a meter that already counts in this call; may be None.
-        """
+        """Begins a training call. ``meter`` may already count in it."""
         number, (first, last) = self._iteration(), self._measured.timed
         if number > self._measured.counted and self._bytes is None and not self._late:
             self._late = True
@@ -168,10 +162,9 @@ class Profiler:
         group = parallel_state.get_pipeline_model_parallel_group()
         timed = [each for each in iterations if each.exposes or not each.messages]
         without = [replace(each, messages=[]) for each in iterations]  # for fewer bytes
-        told: list[Any] = [None] * group.size()
         passes = sum(map(len, iterations[-1].schedule.order))
         most = max(1, min(_MOST_ITERATIONS, _MOST_PASSES // passes))
-        dist.all_gather_object(told, (without[-most:], changes), group=group)
+        told = of_all_ranks((without[-most:], changes), group)
         measured = rank_measured(
             dist.get_rank(group),
             [each for iteration in timed for each in iteration.passes],
@@ -181,11 +174,9 @@ class Profiler:
             waits=[wait for iteration in timed for wait in _waits(iteration.messages)],
             exposed=sum(each.exposed for each in iterations[-1].messages) if len(timed) < len(iterations) else None,
         )
-        rows: list[RankMeasured | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, measured)
         costs, decisions, schedule = self._planner.costs, self._planner.decisions, iterations[-1].schedule
         under = Conditions(self._model._replace(device=_device()), schedule, costs, decisions, self._measured.timed)
-        self.profile = profile_of([row for row in rows if row is not None], under)
+        self.profile = profile_of(of_all_ranks(measured), under)
         self.recorded = _recorded([of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, under)
         print_rank_0(as_text(self.profile, self.recorded))
         if self._measured.file is not None and dist.get_rank() == 0:

@@ -13,30 +13,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.late_checks import LateChecks
-from megatron.schedules.integration.layers import mtp, tied
-from megatron.schedules.integration.layers.losses import ResultRelay
-from megatron.schedules.integration.lengths.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
-from megatron.schedules.integration.log import first_training_call
-from megatron.schedules.integration.log.host_waits import host_waits
+from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
+from megatron.schedules.integration.log import run_log
 from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
 from megatron.schedules.integration.model_stages import MegatronStages
-from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.profiling import Profiler, Watching
+from megatron.schedules.integration.rank_device import PeakReport
 from megatron.schedules.integration.schedule_call import ScheduleCall
-from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.behind_messages import MessageBudget
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.position import PositionTracker
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 
@@ -55,16 +52,18 @@ class ScheduleFunction:
         running: context manager around the forward of every stage.
         late_checks: result checks that are delayed until the program has ended.
         messages: channels between this rank and its neighbours.
+        log: records training calls.
         stall_seconds: if no pass finishes for this long, the process stops with one log line; 0 for no limit.
         report_memory: measure and report every rank's peak memory in the first training call.
         observers: notified of every action.
-        log: records training calls.
         lengths: plans training iterations for the lengths of their microbatches.
         profiler: notified of every training call; None for none.
         hiding: messages of experts that weight gradients hide; None for none.
 
     Attributes:
         between: called on all ranks before each training call looks up its program. The program may be changed here.
+        model: this rank's model, as programs need it.
+        peaks: peak activation memory of measured training calls.
     """
 
     def __init__(
@@ -73,11 +72,11 @@ class ScheduleFunction:
         running: Callable[[int], AbstractContextManager[None]],
         late_checks: LateChecks,
         messages: Messages,
+        log: RunLog,
         *,
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
-        log: RunLog | None = None,
         lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
         hiding: ExpertMessages | None = None,
@@ -85,14 +84,14 @@ class ScheduleFunction:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._log = messages, observers, log
         self.profiler, self._lengths, self._hiding = profiler, lengths, hiding
-        self.between: Callable[[], None] = _nothing
+        self.between: Callable[[], None] = lambda: None
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = ResultRelay(self._group, planner.last_stage_rank)
-        self._model = ModelBinding(planner)
+        self.model = ModelBinding(planner)
         self._reported = False
         self._waits: Counter[str] | None = None if standin.enabled() else Counter()
-        self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
+        self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
     def __call__(
@@ -124,10 +123,16 @@ class ScheduleFunction:
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
         chunks, iterators = listed(model), listed(data_iterator)
-        sizes, cp_size = Sizes(num_microbatches, seq_length, micro_batch_size), _context_parallel_size()
+        sizes, cp_size = (
+            Sizes(num_microbatches, seq_length, micro_batch_size),
+            int(parallel_state.get_context_parallel_world_size()),
+        )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
+        planned = None
         with _timed(get_model_config(chunks[0])):
-            planned = None if forward_only else self._planned(iterators, sizes)
+            if not forward_only:
+                self.between()
+                planned = None if self._lengths is None else self._lengths.begin(iterators, sizes)
             with self._tracker.running():
                 stages = self._run(chunks, call, sizes._replace(sequence=decoder_seq_length or seq_length), planned)
                 losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
@@ -136,33 +141,16 @@ class ScheduleFunction:
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
 
-    def count_next_call(self) -> None:
-        """Counts the next training call's activations tensor by tensor, and reports :attr:`peak_activation_bytes`."""
-        self._peaks.count_next_call()
-
-    @property
-    def peak_activation_bytes(self) -> int:
-        """Peak activation memory of this rank in the last measured training call, bytes; 0 before."""
-        return self._peaks.bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory used for this rank's offloaded activations, bytes."""
-        return self._model.host_bytes
-
-    def _planned(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
-        """Plan of the next training call for its microbatches' lengths; None without one."""
-        self.between()
-        return None if self._lengths is None else self._lengths.begin(iterators, sizes)
-
     def _run(
         self, chunks: Sequence[torch.nn.Module], call: ScheduleCall, message: Sizes, planned: Planned | None
     ) -> MegatronStages:
         """Runs all passes and messages of one call. Training calls are measured and logged."""
         config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
         program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
-        measuring = self._begin_measuring(program, chunks) if training else Watching()
-        deferred = self._model.bind(chunks, program, measuring.meter)
+        measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
+        if training and self.profiler is not None:
+            measuring = self.profiler.begin(program, chunks, measuring.meter)
+        deferred = self.model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
             deferred.offloads.copies.watch = measuring.copies
         spec = _message_spec(config, message, call.cp_size)
@@ -172,12 +160,10 @@ class ScheduleFunction:
             chunks,
             config,
             call,
-            deferred.store,
+            deferred,
             self._running,
             measuring.meter,
             exchange,
-            deferred.recompute,
-            deferred.offloads,
             None if self._hiding is None else MessageBudget(self._planner.timeline.costs),
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
@@ -195,10 +181,6 @@ class ScheduleFunction:
         deferred.assert_empty()
         return stages
 
-    def _begin_measuring(self, program: Program, chunks: Sequence[torch.nn.Module]) -> Watching:
-        meter = self._peaks.begin(chunks)
-        return Watching(meter=meter) if self.profiler is None else self.profiler.begin(program, chunks, meter)
-
     def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
         """Finishes the gradients and the measurements of a training call."""
         config = get_model_config(chunks[0])
@@ -206,12 +188,12 @@ class ScheduleFunction:
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
             tied.sum_gradients(chunks)
-        self._peaks.end()
-        if self._log is not None and not self._reported:
+        self.peaks.end()
+        if not self._reported:
             self._reported = True
-            peak = max(self._peaks.bytes, self._log.peak or 0)
-            seen = first_training_call.seen(chunks, self._model.offloads, peak, self._waits)
-            first_training_call.report(self._planner, self._group, seen)
+            peak = max(self.peaks.bytes, self._log.peak.bytes or 0)
+            seen = run_log.seen(chunks, self.model.offloads, peak, self._waits)
+            run_log.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()
 
@@ -232,12 +214,8 @@ class ScheduleFunction:
             return stages.losses, stages.tokens
         losses, tokens = self._relay((stages.losses, stages.tokens), stages.tokens.device)
         if config.mtp_num_layers and not forward_only:
-            mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+            hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         return losses, tokens
-
-
-def _nothing() -> None:
-    """Does nothing between two iterations."""
 
 
 def listed(value: Any) -> list[Any]:
@@ -253,10 +231,6 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-
-
-def _context_parallel_size() -> int:
-    return int(parallel_state.get_context_parallel_world_size())
 
 
 def _watched(stall_seconds: float) -> PositionTracker:

@@ -1,12 +1,14 @@
-"""State that the hooks of one process share."""
+"""Hooks: how they replace names of stock Megatron, and the state that those of one process share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from megatron.core import parallel_state
@@ -15,9 +17,10 @@ from torch.nn import Module
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
-from megatron.schedules.integration.late_checks import LateChecks
-from megatron.schedules.integration.running_job import RunningJob
+from megatron.schedules.integration.host_waits import LateChecks
+from megatron.schedules.integration.job_replanning import RunningJob
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import schedule_choice
 from megatron.schedules.planner.adaptive import placements
@@ -27,6 +30,8 @@ from megatron.schedules.utils.parsing import read_text
 
 Stock = Callable[..., Any]
 """A function of stock's, or what replaces it."""
+
+_MEGATRON = ("megatron.core", "megatron.training", "megatron.schedules")
 
 
 class Session:
@@ -74,12 +79,7 @@ class Session:
             self._running = outer
 
     def placement(self, ranks: int, chunks: int | None) -> Placement | None:
-        """Position of the stages; None if it is stock's, as without a schedule.
-
-        Args:
-            ranks: pipeline ranks.
-            chunks: model chunks of each rank; None for one.
-        """
+        """Position of the stages; None if it is stock's, as without a schedule. ``chunks`` is None for one a rank."""
         if self.planner is not None:
             return self.planner.placement
         if "pipeline_schedule" not in self.settings or chunks is None:
@@ -114,11 +114,6 @@ class Session:
         """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""
         return (not ignore_virtual or self._running is not None) and self.loss_on_first_rank
 
-    @property
-    def building(self) -> bool:
-        """True until training begins: a question about the last rank is about the output layer, not about results."""
-        return self.planner is None
-
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
         """Returns whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
         placement, stage = self.current_placement, self._running
@@ -140,3 +135,64 @@ def _placement_with(schedule: str, ranks: int, chunks: int) -> Placement:
     csv = None if choice.file is None else read_text(choice.file, "csv")
     request = Request(schedule=choice.name, ranks=ranks, microbatches=1, chunks=choice.chunks or chunks, csv=csv)
     return placement(request) or placements(replace(request, chunk_choices=(chunks,)))[0]
+
+
+class Hook(NamedTuple):
+    """One replaced name of stock Megatron.
+
+    Args:
+        module: module of the name.
+        name: the name.
+        why: reason for the replacement.
+        call: replacement. It gets the original, the session, and the caller's arguments.
+    """
+
+    module: ModuleType | type
+    name: str
+    why: str
+    call: Stock
+
+
+def put_in(hooks: Iterable[Hook], session: Session) -> None:
+    """Puts ``hooks`` in place in this process. A second call replaces the session and does not stack hooks.
+
+    Training loops that imported a name from one of Megatron's modules before get the replacement too. A name that is
+    missing ends the process with one line and status 2.
+    """
+    hooks = list(hooks)
+    names = {hook.name for hook in hooks}
+    loops: dict[str, list[ModuleType]] = {}
+    for path, module in list(sys.modules.items()):
+        if not path.startswith(_MEGATRON):
+            for name in names.intersection(getattr(module, "__dict__", ())):
+                loops.setdefault(name, []).append(module)
+    for hook in hooks:
+        if not hasattr(hook.module, hook.name):
+            refuse(
+                f"this megatron-core has no {hook.module.__name__}.{hook.name}, which pipeline schedules replace: use "
+                "a version from 0.17 to 0.19"
+            )
+        stock = _stock(getattr(hook.module, hook.name))
+        if stock is None:  # of a library that is not installed
+            continue
+        replacement = _replacement(hook, stock, session)
+        setattr(hook.module, hook.name, replacement)
+        for module in loops.get(hook.name, ()):
+            if _stock(vars(module)[hook.name]) is stock:
+                setattr(module, hook.name, replacement)
+
+
+def _stock(function: Any) -> Any:
+    """Returns the function that ``function`` replaces, or itself."""
+    return getattr(function, "megatron_schedules_stock", function)
+
+
+def _replacement(hook: Hook, stock: Stock, session: Session) -> Stock:
+    """Returns a function (or method) that replaces ``stock``."""
+
+    @functools.wraps(stock)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return hook.call(stock, session, *args, **kwargs)
+
+    replacement.megatron_schedules_stock = stock  # type: ignore[attr-defined]
+    return replacement

@@ -16,7 +16,7 @@ from megatron.schedules.report.views import View, explained, views
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.errors import PlanError, one_line
 from megatron.schedules.utils.output_files import make_folder, write_text
-from megatron.schedules.utils.printable import counted, printable_name
+from megatron.schedules.utils.printable import counted, percent, printable_name
 
 PICTURES = ("png", "pdf")
 _PIXELS = 192.0  # pixels of a PNG per inch: two per SVG pixel
@@ -154,3 +154,19 @@ def write_run(recorded: Recorded, folder: Path) -> list[str]:
     for name in written:
         write_text(folder / name, drawn(drawing, FILES[name]))
     return [*written, RUN]
+
+
+def saved_timeline(recorded: Recorded, folder: Path) -> str:
+    """Writes ``recorded`` into ``folder``.
+
+    Returns a log line with the files, or with the reason why they are missing.
+    """
+    try:
+        names = write_run(recorded, folder)
+    except OSError as error:  # a failed write must not lose hours of training
+        return one_line(f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}")
+    bubbles = f"bubble {percent(recorded.timeline.bubble)}, planned {percent(recorded.planned.bubble)}"
+    return one_line(
+        f"pipeline schedule: timeline of iteration {recorded.iteration} ({bubbles}) written to {folder}: "
+        f"{', '.join(names)}"
+    )

@@ -6,46 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from megatron.schedules.planner.adaptive import search_seconds
 from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlanError
 from megatron.schedules.planner.replanning import Proposal, digest, moved, read_rows
 from megatron.schedules.planner.request import Request
+from megatron.schedules.runtime.control_messages import ControlMessages, of_all_ranks
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import one_line
-
-
-class ControlMessages:
-    """Short texts from the first rank to all, each for one boundary between iterations.
-
-    A text that is posted one iteration ahead is there when ranks read it: no rank is a whole iteration ahead of
-    another, since all need each other's gradients. If one were, it would wait.
-
-    Args:
-        store: the job's; its ``get`` waits for the text.
-        name: distinguishes these messages from others.
-    """
-
-    def __init__(self, store: dist.Store, name: str) -> None:
-        self._store, self._name = store, name
-
-    def post(self, boundary: str, text: str) -> None:
-        """Posts ``text`` for a boundary; on the first rank only."""
-        self._store.set(f"{self._name}/{boundary}", text)
-
-    def read(self, boundary: str) -> str:
-        """Returns the text posted for ``boundary``."""
-        text: bytes = self._store.get(f"{self._name}/{boundary}")
-        return text.decode()
-
-
-def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all ranks of the job; collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, text)
-    return found
-
 
 # While the job computes a search may get only a part of a core.
 _PATIENCE = 20
@@ -91,7 +58,7 @@ class Replanner:
         *,
         first: bool,
         say: Callable[[str], None],
-        exchange: Callable[[str], list[str]] = gather_texts,
+        exchange: Callable[[str], list[str]] = of_all_ranks,
     ) -> None:
         self._plans, self._messages, self._first, self._say, self._exchange = plans, messages, first, say, exchange
         self._now = self._started = self._round = 0

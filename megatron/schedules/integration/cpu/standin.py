@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration.cpu import adam, gloo_at_exit, te_python
+from megatron.schedules.integration.cpu import gloo_at_exit, te_python
 
 
 def needed() -> bool:
@@ -55,7 +55,7 @@ def enable() -> None:
     for name, replacement in _TORCH_CUDA_RANDOM.items():
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
-    adam.enable()
+    _replace_adam()
     if engine:
         te_python.replace_in_torch()
     _gather_bytes()
@@ -174,7 +174,7 @@ def _replace_in_megatron() -> None:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron.schedules.integration.compiled_helpers import came_compiled
+    from megatron.schedules.integration.gpu_libraries import came_compiled
 
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Stock moves a tensor from the GPU. A tensor on the CPU must be returned in the same form.
@@ -279,3 +279,56 @@ def _type(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(wanted, str):
         wanted = wanted.replace("torch.cuda.", "torch.")
     return func(args[0], wanted, *args[2:], **kwargs)
+
+
+class _StepInGroup(torch.optim.Optimizer):
+    """Mixin for torch's optimizers: bitwise the same update, with ``step`` in the parameter groups.
+
+    Adam of Transformer Engine and Apex stores one number of steps per parameter group; torch stores a tensor per
+    parameter. With torch's Adam, stock's distributed optimizer cannot resume (``docs/upstream.md`` says why), and
+    checkpoints would take another code path through stock than on machines with a GPU.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            done = group.get("step", 0)
+            group["step"] = done + 1
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    self.state[parameter]["step"] = torch.tensor(float(done))
+        result = super().step(closure)
+        self._forget_steps()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for values in filter(None, state["state"].values()):
+            values.setdefault("step", torch.tensor(0.0))  # torch reads it when it fills in missing defaults
+        super().__setstate__(state)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        for values in self.state.values():
+            values.pop("step", None)
+
+
+class _Adam(_StepInGroup, torch.optim.Adam): ...
+
+
+class _AdamW(_StepInGroup, torch.optim.AdamW): ...
+
+
+def adam(*args: Any, adam_w_mode: bool = True, **kwargs: Any) -> torch.optim.Optimizer:
+    """Replaces the GPU libraries' ``FusedAdam``."""
+    return (_AdamW if adam_w_mode else _Adam)(*args, **kwargs)
+
+
+def _replace_adam() -> None:
+    """Makes Megatron use :func:`adam` and save it in checkpoints like Apex's Adam."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    optimizer.Adam = adam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

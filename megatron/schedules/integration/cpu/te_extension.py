@@ -24,7 +24,6 @@ from megatron.schedules.integration.cpu import (
     te_kernels,
     te_quantized,
     te_userbuffers,
-    te_weight_shards,
 )
 from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
 
@@ -127,8 +126,7 @@ def _operand(tensor: Any, columnwise: bool) -> Tensor:
 
 
 def _split_quantize(tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], *_: Any, **__: Any) -> Any:
-    parts = zip(tensor.split(sections), quantizers, strict=True)
-    return [te_quantized.quantize(part, quantizer) for part, quantizer in parts]
+    return _multi_tensor_quantize(tensor.split(sections), quantizers)
 
 
 def _multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) -> Any:
@@ -190,7 +188,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_num_cublas_streams": lambda: 1,
     "get_stream_priority_range": lambda device_id=-1: (0, -5),
 }
-_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS | te_weight_shards.KERNELS | te_userbuffers.FUNCTIONS
+_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS | te_quantized.WEIGHT_KERNELS | te_userbuffers.FUNCTIONS
 for _name in te_kernels.ACTIVATIONS:
     _FUNCTIONS |= te_kernels.activation_kernels(_name)
 

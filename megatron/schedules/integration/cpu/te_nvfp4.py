@@ -47,9 +47,9 @@ def copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
     return found
 
 
-def padded(scales: Tensor) -> Tensor:
-    """Returns scales with zeros up to multiples of (128, 4), as products of matrices read them."""
-    down, across = (-size % multiple for size, multiple in zip(scales.shape, (128, 4), strict=True))
+def padded(scales: Tensor, multiples: tuple[int, int] = (128, 4)) -> Tensor:
+    """Returns scales with zeros up to ``multiples``, as products of matrices read them."""
+    down, across = (-size % multiple for size, multiple in zip(scales.shape, multiples, strict=True))
     return torch.nn.functional.pad(scales, (0, across, 0, down))
 
 

@@ -4,6 +4,10 @@ NVFP4 is in :mod:`.te_nvfp4`.
 
 Follows ``pytorch/csrc/quantizer.cpp``: the copies of a tensor (by rows, by columns) and their memory layout. A product
 of matrices reads the copy that a GPU's kernels would read, so a copy that was freed too early is an error here too.
+
+Megatron's distributed optimizer writes primary FP8 and FP4 weights from shards of their fp32 main weights, through
+``pytorch/tensor/utils.py`` of Transformer Engine. A rank has a flat part of each weight. Amaxes are reduced over the
+ranks, then each rank writes the bytes of its part. MXFP8 weights are quantized whole, after their gather in bf16.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from megatron.schedules.integration.cpu import te_nvfp4
 from megatron.schedules.integration.cpu.te_types import MissingError, torch_dtype
 
 _MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_BY_LARGEST = {largest: dtype for dtype, largest in _MAX.items()}
 _MX, _BLOCK = 32, 128
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
@@ -216,11 +221,9 @@ def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
         data = cast(blocks, torch.exp2(-exponent)[..., None], dtype).view(m, k)
         scales = (exponent + 127).to(torch.uint8)
         if columnwise:
-            data, scales = data.t().contiguous(), scales.t()
+            data, scales = data.t().contiguous(), scales.t().contiguous()
         copies[f"{side}_data"] = data.view(x.shape)
-        to = (4, 128) if columnwise else (128, 4)
-        shape = [math.ceil(size / multiple) * multiple for size, multiple in zip(scales.shape, to, strict=True)]
-        copies[f"{side}_scale_inv"] = _padded(scales, shape)
+        copies[f"{side}_scale_inv"] = te_nvfp4.padded(scales, (4, 128) if columnwise else (128, 4))
     return copies
 
 
@@ -277,3 +280,44 @@ def _padded(scales: Tensor, shape: Sequence[int]) -> Tensor:
     whole = torch.zeros(tuple(shape), dtype=scales.dtype)
     whole[: scales.shape[0], : scales.shape[1]] = scales
     return whole
+
+
+def _amax(tensor: Tensor, amax: Tensor) -> None:
+    """Writes the largest magnitude of ``tensor``."""
+    if tensor.numel():
+        amax.copy_(tensor.float().abs().amax().view_as(amax))
+
+
+def _scales(
+    chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], largest: float, powers_of_two: bool,
+    epsilon: float,
+) -> None:  # fmt: skip
+    """Writes the scales of amaxes, and their inverses."""
+    for amax, scale, inverse in zip(*lists, strict=True):
+        scale.copy_(scale_for(amax, _BY_LARGEST[largest], powers_of_two, epsilon))
+        inverse.copy_(1 / scale)
+
+
+def _block_amaxes(shard: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int) -> None:
+    """Writes the largest magnitude of each block in the shard; zero for a block outside of it."""
+    found = block_maxima(te_nvfp4.whole_weight(shard, rows, columns, start), squares=True)
+    amax[: found.shape[0], : found.shape[1]] = found
+
+
+def _cast_blocks(
+    shard: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
+) -> None:
+    """Writes the bytes of the shard by rows."""
+    weight = te_nvfp4.whole_weight(shard, rows, columns, start)
+    data = cast(weight, spread(scale, weight.shape, squares=True), torch_dtype(dtype))
+    out.copy_(data.view(-1)[start : start + shard.numel()])
+
+
+WEIGHT_KERNELS: dict[str, Callable[..., Any]] = {
+    "compute_amax": _amax,
+    "multi_tensor_compute_scale_and_scale_inv": _scales,
+    "fp8_block_scaling_compute_partial_amax": _block_amaxes,
+    "fp8_block_scaling_partial_cast": _cast_blocks,
+    **te_nvfp4.WEIGHT_KERNELS,
+}
+"""Kernels that write primary weights, by the names of Transformer Engine's compiled half."""

@@ -107,14 +107,9 @@ class CommOverlapP2P(CommOverlap):
 def overlapped(
     product: Callable[[], list[Any]], buffer: CommOverlap, kind: Any, bulk: bool, extra_output: Tensor | None
 ) -> list[Any]:
-    """Runs a matrix product with communication in ``buffer``.
+    """Runs a matrix product with communication in ``buffer``, of a ``kind`` of ``CommOverlapType``.
 
-    Args:
-        product: returns the product, and more.
-        buffer: its communication.
-        kind: member of ``CommOverlapType``.
-        bulk: whether the communication is that of other tensors than the product's.
-        extra_output: gets the reduced product, if it is reduced.
+    With ``bulk`` that of other tensors than the product's. If the product is reduced, ``extra_output`` gets it.
     """
     gathers = kind.name == "AG"
     if bulk:

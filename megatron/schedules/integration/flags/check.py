@@ -128,7 +128,7 @@ def validate(spec: JobSpec) -> None:
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(settings)
     if settings.measures_limit and settings.dry_run is None:  # checked before a long search
-        after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
+        after_megatron("megatron.schedules.integration.rank_device").can_be_measured()
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
         given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
         raise PlanError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.linears.te_version import te_fault
+from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind

@@ -19,7 +19,7 @@ def device_bytes(spec: JobSpec) -> float | None:
         return None
     if settings.dry_run is not None:
         return settings.dry_run.device_bytes
-    size: float | None = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
+    size: float | None = after_megatron("megatron.schedules.integration.rank_device").device_bytes()
     return size
 
 

@@ -1,4 +1,4 @@
-"""Sends the results of a call to the rank where training loops read them.
+"""Sends the results of a call to the rank where training loops read them, and the losses of multi-token prediction too.
 
 Loops on megatron-core read losses and other results on the last pipeline rank. In a V the output layer is on the first.
 """
@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
+
+_SUMS = ("loss_values", "correct_values", "total_values")
 
 
 class _Form(NamedTuple):
@@ -110,3 +114,27 @@ def _put_together(form: _Form, packed: Tensor) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(form.pickled))
     unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
+
+
+def hand_over_metrics(group: dist.ProcessGroup, source: int, layers: int) -> None:
+    """Moves the sums of multi-token prediction since the last report from ``source`` to the last pipeline rank.
+
+    Stock keeps them where they are computed, with the output layer, and reports those of the last rank.
+
+    Args:
+        group: the pipeline's process group; all of it must call.
+        source: the rank in it that computes the losses.
+        layers: how many tokens ahead are predicted, ``--mtp-num-layers``.
+    """
+    tracker, last = MTPLossLoggingHelper.tracker, group.size() - 1
+    sums = torch.zeros(len(_SUMS), layers, device="cuda")
+    if group.rank() == source:
+        for row, name in zip(sums, _SUMS, strict=True):
+            row.copy_(tracker[name])
+            tracker[name].zero_()
+    dist.broadcast(sums, group_src=source, group=group)
+    if group.rank() == last:
+        for row, name in zip(sums, _SUMS, strict=True):
+            tracker[name] = tracker.get(name, 0) + row
+        tracker["reduce_group"] = None
+        tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

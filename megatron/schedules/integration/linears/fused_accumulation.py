@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.tensor_parallel import layers as stock
 from torch import Tensor
 
-from megatron.schedules.integration.linears.te_version import ENGINE
+from megatron.schedules.integration.gpu_libraries import ENGINE
 
 
 def fuse_without_apex() -> None:

@@ -5,7 +5,7 @@ weight gradient in one autograd Function that adds to ``main_grad``, so outside 
 
 The following are never split; stock's Function computes the weight gradient in I:
 
-- output layers: see :mod:`.output_layers`;
+- output layers: see :func:`output_layers`;
 - frozen weights, which have no weight gradient;
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
   own communication, tied to stock's backward;
@@ -34,10 +34,11 @@ from megatron.core.utils import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
+# Attribute name in Megatron's language models.
+_OUTPUT = "output_layer"
 _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
 
 
@@ -74,6 +75,17 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
 def is_split(linear: torch.nn.Module) -> bool:
     """Returns whether :func:`split_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("_forward_impl"), _ForwardImpl)
+
+
+def output_layers(model_chunk: torch.nn.Module) -> set[torch.nn.Module]:
+    """Returns the output layers in ``model_chunk`` and all modules inside them. They are never split.
+
+    W needs the gradient of the logits, by far the largest tensor of a model: 2.1 GB for 8192 tokens and a vocabulary of
+    128 thousand. It would store one for each waiting microbatch. Stock's own backward of the layer hides its
+    communication. I of the last stage is longer by that product and its W is shorter, as ``tools/profile_passes.py``
+    measures.
+    """
+    return {module for name, module in model_chunk.named_modules() if _OUTPUT in name.split(".")}
 
 
 class _ForwardImpl:
@@ -211,7 +223,8 @@ class _SplitLinear(torch.autograd.Function):
         if call.sequence_parallel:
             assert call.group is not None
             # Stock's shared buffer: the next linear may overwrite the gathered input, because it is not saved.
-            total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
+            shape = [input.size(0) * call.group.size(), *input.shape[1:]]
+            total_input = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = _product(total_input, weight.t())
         return output if bias is None else output + bias
@@ -245,10 +258,6 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     """
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
-
-
-def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
-    return [input.size(0) * group.size(), *input.shape[1:]]
 
 
 def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:

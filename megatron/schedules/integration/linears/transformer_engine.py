@@ -12,12 +12,12 @@ one forward the module gets
 The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` instead of adding
 to it, and lose gradients that another W had added. After each forward the autograd node is changed so that W adds.
 
-FP8: an operand has a copy by rows and one by columns (:mod:`.quantized`). W reads columns, so the other copy is freed
+FP8: an operand has a copy by rows and one by columns (:mod:`.te_operands`). W reads columns, so the other copy is freed
 in I. Scales belong to the operand, and later updates do not change them.
 
 The following are never split; their gradients are computed in I:
 
-- output layers (:mod:`.output_layers`);
+- output layers (:func:`.output_layers`);
 - modules with a frozen weight;
 - weights that are grouped in one, or sharded over a rematerialisation group;
 - weights that are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``);
@@ -31,7 +31,7 @@ after each forward, and W gathers the input once, a quantized input with Transfo
 a flag the backward gathers, and only this rank's part is stored if it is not quantized.
 
 Userbuffers (``tp_comm_overlap``) are shared memory, which the next use of the same product overwrites. Nothing that W
-reads may lie there (:mod:`.userbuffers`).
+reads may lie there (:mod:`.te_operands`).
 
 Based on Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
@@ -50,12 +50,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.linears import quantized
-from megatron.schedules.integration.linears.local import fused_gradient
-from megatron.schedules.integration.linears.output_layers import output_layers
+from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_version
+from megatron.schedules.integration.linears import te_operands
+from megatron.schedules.integration.linears.local import fused_gradient, output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
-from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, te_version
-from megatron.schedules.integration.linears.userbuffers import BULK, out_of_buffers
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
@@ -183,7 +181,7 @@ def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
     return (
         bool(weights)
-        and all(type(weight) is torch.nn.Parameter or quantized.is_primary(weight) for weight in weights.values())
+        and all(type(weight) is torch.nn.Parameter or te_operands.is_primary(weight) for weight in weights.values())
         and all(type(bias) is torch.nn.Parameter for bias in biases.values())
         and all(weight.requires_grad for weight in weights.values())
         and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
@@ -196,7 +194,7 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
 def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
     """Replaces the module's parameters and store by the call's, through instance attributes; no bulk overlap."""
     own = module.__dict__
-    kept = {name: own[name] for name in ("wgrad_store", *BULK) if name in own}
+    kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
     own.update(dict.fromkeys(kept, False) | call.leaves, wgrad_store=call)
     try:
         yield
@@ -214,7 +212,7 @@ class _Call:
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        self.leaves: dict[str, Any] = {n: quantized.leaf_of(p) for n, p in (weights | biases).items()}
+        self.leaves: dict[str, Any] = {n: te_operands.leaf_of(p) for n, p in (weights | biases).items()}
         if self.fused:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
@@ -302,13 +300,13 @@ class _WeightGradient:
         if single and call.input_over is not None:
             input, over = _part_of(input, grad_output, call.input_over)
         plain, ahead = type(grad_output) is Tensor, single and call.fused and call.row_parallel
-        quantized.keep_columns(grad_output)
+        te_operands.keep_columns(grad_output)
         if call.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
-            grad_output = out_of_buffers(grad_output)
-        if over is None or quantized.gathered_by_columns(input):
-            quantized.keep_columns(input)
+            grad_output = te_operands.out_of_buffers(grad_output)
+        if over is None or te_operands.gathered_by_columns(input):
+            te_operands.keep_columns(input)
         else:
-            quantized.keep_rows(input)
+            te_operands.keep_rows(input)
         self.product = Product(
             self._compute,
             input,
@@ -316,14 +314,14 @@ class _WeightGradient:
             over=over,
             gathered_over=call.gradient_over if single and plain else None,
             ahead=ahead,
-            gather=quantized.gather,
+            gather=te_operands.gather,
         )
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
-        quantized.keep_columns(input)  # may have been gathered by rows
+        te_operands.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]

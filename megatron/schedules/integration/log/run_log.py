@@ -1,20 +1,26 @@
-"""Bubble, peak memory and slowest stage of each logged iteration, for stock's log line and writers.
+"""Figures of training iterations, measured on all ranks.
 
-They are measured on all ranks.
+A report of a job's first iteration; bubble, peak memory and slowest stage of each one that stock logs, for its line and
+writers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.peak_memory import PeakWatch
+from megatron.schedules.integration.linears import local, transformer_engine
+from megatron.schedules.integration.linears.local import output_layers
+from megatron.schedules.integration.log.rank_lines import print_rank_0
+from megatron.schedules.integration.rank_device import PeakWatch
 from megatron.schedules.measure.iteration_summary import (
     Iteration,
     RankTimes,
@@ -24,7 +30,10 @@ from megatron.schedules.measure.iteration_summary import (
 )
 from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
 from megatron.schedules.report.figures import amount
+from megatron.schedules.report.first_iteration import Expected, Seen, lines
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.engine import Observer
+from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
 from megatron.schedules.schedule.simulator import Timeline
@@ -106,12 +115,13 @@ class RunLog:
 
     Attributes:
         slow: finds ranks that have become slow.
+        peak: this rank's peak activation memory in training calls so far.
     """
 
     def __init__(self, planner: Planner, iteration: Callable[[], int], interval: int) -> None:
         self._planner, self._iteration, self._interval = planner, iteration, interval
         self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
-        self._peak = PeakWatch()
+        self.peak = PeakWatch()
         self.slow = SlowWatch(planner.placement.rank_of)
         self._calls, self._recording, self._within = 0, False, False
         self._microbatches = planner.first.microbatches
@@ -119,16 +129,12 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """Begins a training call; returns the observers of its actions.
-
-        Args:
-            program: program of this rank.
-            planned: plan of this iteration; None for the usual plan.
-        """
-        self._recording = self._due()
+        """Begins a training call; returns the observers of its actions. Without ``planned`` the usual plan is run."""
+        # Stock logs at its interval, and a job's first iteration.
+        self._recording = not self._calls or self._iteration() % self._interval == 0
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
-        self._peak.begin()
+        self.peak.begin()
         if not self._recording:
             return ()
         self._recorder.begin()
@@ -138,12 +144,7 @@ class RunLog:
         """Ends a training call, after the host has queued all its work."""
         if self._recording:
             self._recorder.end()
-        self._peak.end()
-
-    @property
-    def peak(self) -> int | None:
-        """This rank's peak activation memory in training calls so far, bytes; None if it was not counted."""
-        return self._peak.bytes
+        self.peak.end()
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -165,7 +166,7 @@ class RunLog:
         placement = self._planner.placement
         while (spans := self._recorder.take()) is not None:
             self._last = rank_times(spans, placement.stages)
-        peak = max(counted, self.peak or 0)
+        peak = max(counted, self.peak.bytes or 0)
         last = self._last or RankTimes(0.0, 0.0, (0.0,) * placement.stages)
         until_last, worst, *stages = reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
         busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
@@ -183,13 +184,31 @@ class RunLog:
             self.slow.since,
         )
 
-    def _due(self) -> bool:
-        """Returns whether stock logs the next iteration: at its interval, and a job's first."""
-        return not self._calls or self._iteration() % self._interval == 0
-
 
 def reduced(values: Sequence[float], how: Any) -> list[float]:
     """Reduces ``values`` over all ranks of the job in one small message."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
     dist.all_reduce(tensor, how)
     return [float(value) for value in tensor.tolist()]
+
+
+def seen(chunks: Sequence[torch.nn.Module], offloads: Offloads | None, peak: int, waits: Counter[str] | None) -> Seen:
+    """Returns what this rank knows at the end of the first call, without waiting for its device."""
+    linears: Counter[str] = Counter()
+    for chunk in chunks:
+        whole = output_layers(chunk)
+        linears.update(type(each).__name__ for each in chunk.modules() if _splits(each) and each not in whole)
+    fused = bool(get_model_config(chunks[0]).gradient_accumulation_fusion)
+    return Seen(linears, fused, {} if offloads is None else offloads.moved, peak, waits)
+
+
+def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
+    """Prints the report on the job's first rank. Collective over the pipeline; ranks wait for each other here, once."""
+    ranks = of_all_ranks(mine, group)
+    expected = Expected(planner.first.splits, planner.offloaded_bytes, planner.peak_bytes(planner.timeline))
+    print_rank_0("\n".join(f"pipeline schedule: first iteration: {line}" for line in lines(ranks, expected)))
+
+
+def _splits(module: torch.nn.Module) -> bool:
+    weights = (each for name, each in module.named_parameters(recurse=False) if name.startswith("weight"))
+    return (local.is_split(module) or transformer_engine.is_split(module)) and any(w.requires_grad for w in weights)

@@ -67,12 +67,9 @@ class OutputLayer:
 
     @torch.no_grad()
     def forward(self, microbatch: int, hidden: Tensor, labels: Tensor) -> Made:
-        """S.
+        """S of the last stage's output ``hidden``, with ``labels`` (tokens,).
 
-        Args:
-            microbatch: which.
-            hidden: the last stage's output, (sequence, microbatch, hidden), of sequence-parallel ranks their part.
-            labels: (tokens,).
+        Its shape is (sequence, microbatch, hidden), of sequence-parallel ranks their part.
         """
         weight, cut = self._part.rows(), self._part.cut
         hidden = hidden.to(weight.dtype).flatten(0, 1)
@@ -101,10 +98,7 @@ class OutputLayer:
     def weight_gradient(self, stage: int, microbatch: int, scale: Scales, gradient: Tensor) -> None:
         """T: adds to the weight's gradient, as a whole linear would.
 
-        Args:
-            stage, microbatch: of the T.
-            scale: what all ranks' statistics gave this one.
-            gradient: of each token's loss, (tokens,).
+        ``scale`` is what all ranks' statistics gave this one, ``gradient`` that of each token's loss, (tokens,).
         """
         exponentials, labels, hidden, hold = self._waiting.pop(microbatch)
         with torch.no_grad():

@@ -2,6 +2,9 @@
 
 They have stock's names in the model, on every rank, and replace stock's modules on the first and last stage: the first
 stage's forward takes the rows that all ranks have looked up, and the last stage's ends with the hidden states.
+
+Stock initializes the tables where they are in its own pipelines, and the rows are scattered from there: a job that
+starts from scratch starts from the same weights as one without vocabulary parallelism.
 """
 
 from __future__ import annotations
@@ -10,12 +13,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron.schedules.integration.vocabulary.arithmetic import Cut
+from megatron.schedules.runtime.control_messages import of_all_ranks
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Stock's names of the two tables, in a model and in checkpoints."""
@@ -167,3 +174,98 @@ def parts_of(chunks: Sequence[torch.nn.Module]) -> Parts | None:
 
 def _modules[P: Part](chunks: Sequence[torch.nn.Module], kind: type[P]) -> Iterator[P]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, kind))
+
+
+class _Table(NamedTuple):
+    """Properties of a table on one rank, for all ranks.
+
+    Args:
+        rows, hidden: its size on a tensor-parallel rank.
+        dtype: of its numbers.
+        trained: whether it gets gradients.
+        attributes: that stock has set on the parameter.
+        settings: of its module.
+    """
+
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+    trained: bool
+    attributes: dict[str, Any]
+    settings: dict[str, bool]
+
+
+def share_vocabulary(chunks: Sequence[torch.nn.Module], last_stage_rank: int) -> None:
+    """Replaces the embedding of stage 0 and the output layer of the last stage by the parts of all ranks.
+
+    Collective over the ranks of the pipeline.
+
+    Args:
+        chunks: this rank's, before Megatron wraps them.
+        last_stage_rank: the pipeline rank with the output layer; stage 0 is on rank 0.
+    """
+    first = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+    last = get_attr_wrapped_model(chunks[-1], "post_process", return_model_obj=True)
+    embedding = _embedding_table(first) if first.pre_process else None
+    output = _output_table(last) if last.post_process else None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    found = of_all_ranks((embedding, output), group)
+    embedding_table, output_table = found[0][0], found[last_stage_rank][1]
+    if embedding_table is None or output_table is None:
+        raise RuntimeError("--pipeline-vocabulary-parallel needs a language model: an embedding and an output layer")
+
+    tied = output_table.settings["tied"]
+    weight = first.embedding.word_embeddings.weight if embedding is not None else None
+    part = _scattered(weight, embedding_table, source=0)
+    if tied:
+        copy = torch.nn.Parameter(part.detach().clone(), requires_grad=output_table.trained)
+        output_part = OutputPart(_with_attributes(copy, output_table), tied=True)
+    else:
+        weight = last.output_layer.weight if output is not None else None
+        output_part = OutputPart(_scattered(weight, output_table, source=last_stage_rank), tied=False)
+    embedding_part = EmbeddingPart(part, **embedding_table.settings)
+    if embedding is None:
+        first.embedding = MegatronModule(first.config)
+    first.embedding.word_embeddings = embedding_part
+    last.output_layer = output_part
+    if output is not None:
+        last.compute_language_model_loss = output_part.losses
+    if tied:  # stock's would split along tensor-parallel ranks alone; each part saves its own position
+        last.tie_embeddings_and_output_weights_state_dict = lambda *_, **__: None
+
+
+def _embedding_table(model: Any) -> _Table:
+    module = model.embedding.word_embeddings
+    settings = {"scatters": module.reduce_scatter_embeddings, "deterministic": module.deterministic_mode}
+    return _table(module.weight, settings)
+
+
+def _output_table(model: Any) -> _Table:
+    if getattr(model.output_layer, "bias", None) is not None:
+        raise RuntimeError("--pipeline-vocabulary-parallel does not work with a bias after the output layer")
+    return _table(model.output_layer.weight, {"tied": model.share_embeddings_and_output_weights})
+
+
+def _table(weight: torch.nn.Parameter, settings: dict[str, bool]) -> _Table:
+    plain = {name: value for name, value in vars(weight).items() if isinstance(value, bool | int | float | str)}
+    return _Table(len(weight), weight.size(1), weight.dtype, weight.requires_grad, plain, settings)
+
+
+def _scattered(whole: Tensor | None, table: _Table, source: int) -> torch.nn.Parameter:
+    """Returns this rank's rows of the table that the ``source`` of the pipeline has as ``whole``."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    rows, rest = divmod(table.rows, group.size())
+    if rest:
+        raise RuntimeError(
+            f"{table.rows} vocabulary entries on a tensor-parallel rank do not divide by {group.size()} pipeline ranks"
+        )
+    device = torch.empty(0, device="cuda").device
+    own = torch.empty(rows, table.hidden, dtype=table.dtype, device=device)
+    pieces = None if whole is None else [piece.contiguous() for piece in whole.detach().to(device).chunk(group.size())]
+    dist.scatter(own, pieces, group_src=source, group=group)
+    return _with_attributes(torch.nn.Parameter(own, requires_grad=table.trained), table)
+
+
+def _with_attributes(parameter: torch.nn.Parameter, table: _Table) -> torch.nn.Parameter:
+    vars(parameter).update(table.attributes)
+    return parameter

@@ -14,10 +14,9 @@ from torch import Tensor
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary import arithmetic
 from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
-from megatron.schedules.integration.vocabulary.early_tokens import EarlyTokens
-from megatron.schedules.integration.vocabulary.late_losses import LateLosses
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
+from megatron.schedules.integration.vocabulary.user_step import EarlyTokens, LateLosses
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Op
 from megatron.schedules.schedule.kinds import Kind
@@ -59,6 +58,10 @@ class SharedVocabulary:
         meter: counts activations; None for not counting.
         reported: takes the user's losses, on the last stage's rank.
         token_count: the number of tokens that count there is added to it.
+
+    Attributes:
+        last_step: the user's forward step as the last stage runs it.
+        adds_to: the parameters that ADD and T give gradients to.
     """
 
     def __init__(
@@ -91,6 +94,11 @@ class SharedVocabulary:
             is_last_stage=True,
         )
         self._late = LateLosses(call.forward_step_func, calculate, config, token_count)
+        self.last_step = self._late.step
+        self.adds_to: Mapping[Kind | Op, set[Tensor]] = {
+            Op.ADD: {parts.embedding.weight},
+            Kind.T: {parts.output.weight},
+        }
         self._group, self._rank = exchange.group, dist.get_rank(exchange.group)
         self._first, self._last = placement.rank_of[0], placement.rank_of[-1]
         self._embeds_trained = backward and parts.embedding.weight.requires_grad
@@ -121,11 +129,6 @@ class SharedVocabulary:
             looked_up.requires_grad_()
         self._embedding.looked_up = looked_up
         return self._early.replay()
-
-    @property
-    def last_step(self) -> Callable[..., Any]:
-        """The user's forward step as the last stage runs it."""
-        return self._late.step
 
     def ended(self, microbatch: int) -> Tensor:
         """After the last stage's forward: returns its hidden states, with their history."""
@@ -174,11 +177,6 @@ class SharedVocabulary:
             with torch.enable_grad():
                 found = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
             torch.autograd.backward(found, gradient)
-
-    @property
-    def adds_to(self) -> Mapping[Kind | Op, set[Tensor]]:
-        """The parameters that ADD and T give gradients to."""
-        return {Op.ADD: {self._embedding.weight}, Kind.T: {self._output_part.weight}}
 
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
         """Returns each token's loss, (microbatch, sequence), and the user's function."""

@@ -1,14 +1,56 @@
-"""Stock's timers inside a program. They record events on the stream, which are read later without a wait."""
+"""Keeps the host from waiting for its device during a program, and counts where it waits all the same.
+
+Stock's timers record events on the stream, which are read later. Checks of results are delayed until the program has
+ended, because reading a result waits.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.timers import Timer, Timers
+
+Check = Callable[[], None]
+
+# Part of the warning with which torch reports a wait.
+_WAIT = "called a synchronizing CUDA operation"
+
+
+class LateChecks:
+    """Runs checks at once, or, during a program, at its end in the same order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Check] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """True if a check would be delayed now."""
+        return self._waiting is not None
+
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """Delays checks inside the block and runs them after it, unless an error ends the block."""
+        waiting: list[Check] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+        for check in waiting:
+            check()
+
+    def add(self, check: Check) -> None:
+        """Runs the check now or at the end of the program."""
+        if self._waiting is None:
+            check()
+        else:
+            self._waiting.append(check)
 
 
 @contextmanager
@@ -17,9 +59,6 @@ def events_in(timers: Any) -> Iterator[None]:
 
     Stock's timers synchronise the whole device at each start and stop. Under ``--timing-log-level 2`` that is twice per
     pass, so passes are measured without overlap. An event marks the same point of the stream without a wait.
-
-    Args:
-        timers: ``config.timers``, which may be None.
     """
     if timers is None:
         yield
@@ -99,3 +138,30 @@ def _now() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+@contextmanager
+def host_waits(found: Counter[str] | None) -> Iterator[None]:
+    """Adds the waits inside the block to ``found``, by file and line, as torch's debug mode reports them.
+
+    Other warnings are shown after the block.
+
+    Args:
+        found: the counts; None to count nothing. Counting needs a GPU.
+    """
+    if found is None:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for each in shown:
+        if _WAIT in str(each.message):
+            found[f"{Path(each.filename).name}:{each.lineno}"] += 1
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

@@ -1,9 +1,14 @@
-"""Plans each iteration for the lengths of its microbatches, in the background of the previous iteration."""
+"""Plans each iteration for the lengths of its microbatches, in the background of the previous iteration.
+
+Its samples are read one iteration ahead, and handed out in the planned order.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
@@ -12,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunState, get_rerun_state_machine
+from torch import Tensor
 
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.lengths.prefetch import ReadAhead, lengths_of, under
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.simulator import Timeline
@@ -83,11 +89,7 @@ class BackgroundPlans:
     def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
         """Returns the plan of this iteration and hands out its samples in that order; None for the usual plan.
 
-        An iteration that is run again uses the same plan.
-
-        Args:
-            iterators: one iterator for each chunk of this rank.
-            sizes: sizes of the iteration.
+        An iteration that is run again uses the same plan. ``iterators`` has one for each chunk of this rank.
         """
         if get_rerun_state_machine().state not in _FIRST_RUN:
             return self._now
@@ -179,12 +181,96 @@ def in_loaders_order(losses: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 def _group(sends: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
     """Gloo group of this rank's model replica, and the rank in it that sends lengths. Collective over all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    dist.all_gather_object(found, (tuple(mine), sends))
+    found = of_all_ranks((tuple(mine), sends))
     groups = {
         ranks: parallel_state.create_group(list(ranks), timeout=timeout, backend="gloo", group_desc="LENGTHS")
         for ranks in sorted({ranks for ranks, _ in found})
     }
     (sender,) = (rank for rank in mine if found[rank][1])
     return groups[tuple(mine)], sender
+
+
+class ReadAhead:
+    """Wraps the source of stock's iterator for one chunk. All other attributes are those of the source.
+
+    Stock's iterator repeats its samples if an iteration is run again. So it must not see samples that are only read
+    ahead.
+    """
+
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self._samples = samples
+        self._handed_out: deque[Any] = deque()
+        self._read: deque[Any] = deque()
+        self._reading = threading.Lock()
+
+    def read(self, count: int) -> list[Any]:
+        """Returns the next ``count`` samples after those being handed out, without consuming them; fewer at the end."""
+        with self._reading:
+            while len(self._read) < count:
+                try:
+                    self._read.append(next(self._samples))
+                except StopIteration:
+                    break
+            return [self._read[at] for at in range(min(count, len(self._read)))]
+
+    def hand_out(self, order: Sequence[int]) -> None:
+        """Hands out the next ``len(order)`` samples in that order, or in their original order if there are fewer."""
+        missing = len(self.read(len(order))) < len(order)
+        with self._reading:
+            if not missing:
+                samples = [self._read.popleft() for _ in order]
+                self._handed_out.extend(samples[m] for m in order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._handed_out:
+            return self._handed_out.popleft()
+        with self._reading:
+            return self._read.popleft() if self._read else next(self._samples)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+
+def under(iterator: Any) -> ReadAhead:
+    """Returns the wrapper below ``iterator``; inserts it on the first call.
+
+    Raises:
+        ValueError: ``iterator`` is not stock's.
+    """
+    if not isinstance(iterator, RerunDataIterator):
+        raise ValueError(
+            f"--pipeline-plan-lengths reads ahead under Megatron's own iterators, not {type(iterator).__name__}: "
+            "leave the flag out"
+        )
+    if not isinstance(iterator.iterable, ReadAhead):
+        iterator.iterable = ReadAhead(iterator.iterable)
+    return iterator.iterable
+
+
+def lengths_of(sample: Any) -> list[int]:
+    """Lengths of the sequences of one microbatch from the data loader.
+
+    Args:
+        sample: has ``cu_seqlens``, shape (rows, bounds): each row's sequence bounds, padded with the last one; or
+            ``tokens`` or another tensor of shape (rows, length), where each row is one sequence.
+
+    Raises:
+        ValueError: the sample has none of these.
+    """
+    bounds = sample.get("cu_seqlens") if isinstance(sample, dict) else None
+    if isinstance(bounds, Tensor):
+        steps = bounds.reshape(-1, bounds.shape[-1]).diff(dim=-1)
+        return [int(step) for step in steps.flatten().tolist() if step > 0]
+    for name in ("tokens", "labels", "position_ids"):
+        tensor = sample.get(name) if isinstance(sample, dict) else None
+        if isinstance(tensor, Tensor) and tensor.dim() == 2:
+            rows, length = tensor.shape
+            return [int(length)] * int(rows)
+    raise ValueError(
+        "--pipeline-plan-lengths: samples have neither cu_seqlens nor tokens, which tell their lengths: leave the flag "
+        "out"
+    )

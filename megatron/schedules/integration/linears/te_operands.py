@@ -1,8 +1,21 @@
-"""Transformer Engine's FP8 operands between I and W: frees one copy of each, and gathers them.
+"""Transformer Engine's operands between I and W: FP8 copies, of which one is freed, and memory that is shared.
 
 A quantized tensor of Transformer Engine has its numbers by rows, by columns, or both. W multiplies columns. With one
 scale for the whole tensor, columns can be made from rows, and on Blackwell rows serve for both. With a scale for each
 block the two copies are different numbers. Transformer Engine gathers rows if there is one scale, otherwise columns.
+
+Userbuffers overlap a tensor-parallel message with a matrix product. Every product of a kind of linear has one buffer in
+shared memory, which all layers use in turn, so nothing in it may be read after the backward of the linear that filled
+it. What each setting of Megatron's does:
+
+- ``tp_comm_overlap_ag``, forward: the gathered input lies in a buffer. Saved for W is this rank's part, in own memory.
+- ``tp_comm_overlap_ag``, backward of a row parallel linear: the gathered gradient of the output lies in a buffer. It is
+  copied, if W needs more of it than this rank's part.
+- ``tp_comm_overlap_rs``, ``tp_comm_overlap_rs_dgrad``: the product lies in a buffer, which is read at once.
+- ``tp_comm_bulk_dgrad``: the input for the weight gradient is gathered behind the product of the input gradient. It is
+  off, because W comes later and gathers its input itself.
+- ``tp_comm_bulk_wgrad``: the input gradient is reduced behind the product of the weight gradient. It is off, because
+  that product comes later; the input gradient is reduced as without Userbuffers.
 """
 
 from __future__ import annotations
@@ -15,10 +28,17 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.integration.gpu_libraries import ENGINE
 from megatron.schedules.integration.linears.products import gathered
-from megatron.schedules.integration.linears.te_version import ENGINE
+
+BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
+"""Attributes of a linear for the overlaps that are off in a split backward."""
+
+# Parts of quantized operands that are gathered in a buffer. Transposed copies and scales never are.
+_GATHERED = ("_data", "_rowwise_data", "_columnwise_data")
 
 
 def is_quantized(operand: Any) -> bool:
@@ -50,10 +70,9 @@ def leaf_of(weight: Any) -> Any:
 
 
 def keep_columns(operand: Any) -> None:
-    """Frees the copy by rows, after making the copy by columns if it is missing. Plain tensors do not change.
+    """Frees the copy by rows of a tensor, or of each in a list, after making the copy by columns if it is missing.
 
-    Args:
-        operand: a tensor of any kind, or a list of them.
+    Plain tensors do not change.
     """
     if isinstance(operand, (list, tuple)):
         for each in operand:
@@ -83,6 +102,17 @@ def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
     engine = importlib.import_module("transformer_engine.pytorch.distributed")
     whole, work = engine.gather_along_first_dim(part, group, async_op=True, quantizer=quantizer)
     return whole, work
+
+
+def out_of_buffers(operand: Any) -> Any:
+    """Returns ``operand`` in memory of its own. A quantized one is changed, and any but these is returned as it is."""
+    if type(operand) is Tensor:
+        return operand.clone()
+    for name in _GATHERED:
+        part = getattr(operand, name, None)
+        if type(part) is Tensor:
+            setattr(operand, name, part.clone())
+    return operand
 
 
 def autocast_now() -> Callable[[], AbstractContextManager[None]]:

@@ -1,15 +1,25 @@
-"""Peak activation bytes of a call of the schedule: from the allocator on a GPU, otherwise by counting tensors."""
+"""Device memory of this rank: the peak of a call of the schedule, and what is left beyond the peak of the job.
+
+On a GPU the allocator says it. Without one, tensors are counted, and the environment says how much memory there is.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.control_messages import of_all_ranks
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import whole
+
+STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
+# Fraction of the device for temporary tensors and fragmentation.
+_MARGIN = 0.05
 
 
 class PeakReport:
@@ -23,7 +33,7 @@ class PeakReport:
         say: prints a line on the last rank.
 
     Attributes:
-        bytes: this rank's peak in the last measured call, bytes.
+        bytes: this rank's peak in the last measured call, bytes; 0 before.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, next_call: bool, say: Callable[[str], None]) -> None:
@@ -54,8 +64,7 @@ class PeakReport:
             return
         self._next = False
         self.bytes = torch.cuda.max_memory_allocated() - self._before if self._meter is None else self._meter.peak
-        peaks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(peaks, self.bytes, group=self._group)
+        peaks = of_all_ranks(self.bytes, self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         self._say(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
 
@@ -84,3 +93,50 @@ class PeakWatch:
         """Ends a call, after the host has queued all its work."""
         if self._counts and (most := torch.cuda.max_memory_allocated()) != self._most:
             self.bytes = most - self._allocated
+
+
+def bytes_left(activations: float) -> float:
+    """Free bytes beyond the peak memory so far, less a margin; negative if memory is already short.
+
+    Args:
+        activations: planned peak activation memory of this rank, bytes. Read only if the CPU replaces the device; the
+            memory for activations is then $MEGATRON_SCHEDULES_STANDIN_BYTES.
+    """
+    if standin.enabled():
+        return (1 - _MARGIN) * standin_bytes() - activations
+    free, total = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # reserved once, freed since
+    return float(free + unused - _MARGIN * total)
+
+
+def device_bytes() -> float | None:
+    """Memory of this rank's device, bytes; None if the CPU replaces it."""
+    if standin.enabled():
+        return None
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def can_be_measured() -> None:
+    """Checks that free memory can be measured.
+
+    Raises:
+        PlanError: the CPU replaces the device and the environment does not set its memory.
+    """
+    if standin.enabled():
+        standin_bytes()
+
+
+def standin_bytes() -> float:
+    """Memory for activations on a CPU that replaces a device, bytes.
+
+    Raises:
+        PlanError: the environment does not set it.
+    """
+    size = whole(os.environ.get(STANDIN_VARIABLE, ""))
+    if size is None or size < 0:
+        raise PlanError(
+            "auto measures what GPUs have left, and this job runs on the CPU: give a fraction of 1F1B's, such as 0.5, "
+            "or GiB, such as 20GiB",
+            "memory_limit",
+        )
+    return float(size)
