@@ -9,9 +9,11 @@ import pytest
 
 from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
-from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.integration.flags import check
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.job_request import auto_choices
 from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
@@ -20,6 +22,7 @@ from megatron.schedules.schedule.simulator import simulate
 
 BUILD = MODELS["9.6B"].whole
 MODEL = Model(BUILD, Numbers(2, 4, 12))
+LLAMA = Model(find_model("Llama-3-8B --num-layers 16").whole, Numbers(2, 4, 12))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
 ):
     """Ranks have different parameters, and the rank with most of them need not have the most activations."""
     settings = Settings(ScheduleChoice("v-zb", "v-zb"), layers=layers)
-    job = JobSpec(settings, Sizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL)
+    job = JobSpec(settings, Sizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL, flags=FLAGS)
     named = planned_job(job)
     device = _most(named) * (1 + 1e-9) / (1 - RESERVED)
     asked = ScheduleChoice("auto", "auto")
@@ -56,6 +59,15 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
     found = planned_job(replace(job, settings=within), quiet=True)
     assert _time(found) <= _time(named) * (1 + 1e-9)
     assert _most(found) <= (1 - RESERVED) * device
+
+
+def test_a_plan_that_holds_more_messages_is_made_again_within_less_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "MESSAGES", 1)
+    settings = Settings(ScheduleChoice("auto", "auto"), dry_run=DryRun(device_bytes=300 * 2.0**30), search_seconds=0.1)
+    job = JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
+    found = planned_job(job)
+    assert "vocabulary parallelism would make the iteration" in found.explanation
+    assert _most(found) <= (1 - RESERVED) * 300 * 2**30
 
 
 def _time(job: PlannedJob) -> float:

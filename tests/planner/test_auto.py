@@ -107,6 +107,17 @@ def test_a_plan_says_in_a_few_lines_why_it_was_chosen():
     assert "The shortest schedule by name within the limit is v-min" in found.explanation
 
 
+def test_a_plan_that_is_made_again_from_its_settled_request_says_so_too():
+    """As a job does whose plan holds more messages than it left memory for."""
+    heavy = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part(whole=Load(60, 70, 50, 100))))
+    asked = Request("auto", 3, 9, heavy, memory_limit=1.0, search_seconds=LITTLE, chunk_choices=(1, 2), partition=True)
+    found = make_plan(asked)
+    assert found.request.start is not None, "the search for the partition found it"
+    again = make_plan(found.request)
+    assert again.iteration_time <= found.iteration_time * (1 + 1e-9)
+    assert again.explanation.splitlines()[0] == found.explanation.splitlines()[0]
+
+
 def test_it_says_what_vocabulary_parallelism_would_gain_where_that_is_a_bottleneck():
     heavy = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part(whole=Load(60, 70, 50, 100))))
     asked = Request("auto", 3, 9, heavy, memory_limit=1.0, search_seconds=LITTLE, chunk_choices=(1, 2))

@@ -36,7 +36,7 @@ def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
             spec.trained,
             stages,
             shared=settings.vocabulary_parallel,
-            placed=reserves or settings.searches_layers(known=True),
+            placed=reserves or settings.layers == "auto",
             profile=profile,
             hides=bool(spec.hides_messages),
         )

@@ -64,13 +64,12 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
     """
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None
-    plain = settings if settings.layers is not None else replace(settings, layers="even")
-    placed = saving = plain
+    placed = saving = settings
     if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)):
         placed = saving = replace(settings, layers="auto")
     if known and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
         saving = replace(placed, saving=MemorySaving(recompute=True))
-    return (replace(spec, settings=each) for each in dict.fromkeys((saving, placed, plain)))
+    return (replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings)))
 
 
 def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) -> LimitedRequest:
@@ -96,7 +95,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         request,
         costs=costs,
         decisions=Decisions(layers=_layers_of(spec, number)),
-        partition=settings.searches_layers(known=costs.model is not None),
+        partition=settings.layers == "auto",
     )
     if device is not None and spec.trained is not None and costs.memory is not None:
         limit = device_limit(spec.trained, request, device)

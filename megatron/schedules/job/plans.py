@@ -15,7 +15,7 @@ from megatron.schedules.job import values
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
-from megatron.schedules.planner.registry import check_parts, with_parts
+from megatron.schedules.planner.registry import AUTO, check_parts, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.schedule.text_forms import from_csv
@@ -78,7 +78,14 @@ def job_plans(
         replace(job, settings=replace(settings, schedule=choice), csv=text)
         for choice, text in zip(choices, csvs, strict=True)
     ]
-    return JobPlans(specs, precision)
+    return JobPlans(list(map(_with_searched_layers, specs)), precision)
+
+
+def _with_searched_layers(spec: JobSpec) -> JobSpec:
+    """Returns the job with the layer partition that ``auto`` searches if no flag sets it."""
+    settings = spec.settings
+    searches = settings.schedule.name == AUTO and settings.layers is None and spec.knows_layers
+    return replace(spec, settings=replace(settings, layers="auto")) if searches else spec
 
 
 def _of_model(args: Any, microbatches: int) -> dict[str, Any]:
@@ -112,12 +119,11 @@ class JobPlans:
         spec = self.specs[0]
         self.ranks, self.microbatches = spec.sizes.pipeline, spec.microbatches or 1
         self.is_measured, settings, flags = spec.profile is not None, spec.settings, spec.flags
-        known = self.has_model or (spec.profile is not None and spec.profile.costs(self.ranks).model is not None)
         for part, is_given, what in (
             ("layers", settings.places_layers, "a layer"),
             ("shared_vocabulary", settings.vocabulary_parallel, "its output layer"),
         ):
-            if is_given and not known:
+            if is_given and not spec.knows_layers:
                 raise PlanError(
                     f"{flags[part]} goes with {flags['model']}, or a profile with the model's ends: what does {what} "
                     "cost?"

@@ -20,7 +20,6 @@ from megatron.schedules.job.values import (
     ScheduleChoice,
 )
 from megatron.schedules.measure.cost_profile import CustomCosts, Profile, read_costs
-from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.utils.parsing import read_text
 
 
@@ -52,13 +51,6 @@ class Settings:
     def places_layers(self) -> bool:
         """True if our flag sets the layer partition instead of Megatron's own flags."""
         return self.layers not in (None, "even")
-
-    def searches_layers(self, *, known: bool) -> bool:
-        """Returns whether the planner searches the layer partition.
-
-        Without the flag the schedule ``auto`` does so if the model is ``known``.
-        """
-        return self.layers == "auto" or (self.layers is None and self.schedule.name == AUTO and known)
 
     @property
     def measures_limit(self) -> bool:
@@ -211,6 +203,12 @@ class JobSpec:
     def custom_costs(self) -> CustomCosts | None:
         """The cost file, if it was written by hand."""
         return self.cost_file if isinstance(self.cost_file, CustomCosts) else None
+
+    @property
+    def knows_layers(self) -> bool:
+        """True if the flags or a measured cost file say what the embedding, the layers and the output layer cost."""
+        profile = self.profile
+        return self.model is not None or (profile is not None and profile.costs(self.sizes.pipeline).model is not None)
 
     @property
     def build(self) -> Build | None:

@@ -82,6 +82,7 @@ class Plan:
             costs=replace(costs, shared_vocabulary=True, memory=None),
             memory_limit=self.request.memory_limit,
             search_seconds=_LEAST_SECONDS,
+            start=None,
             partition=False,
             recompute=False,
             offload=False,

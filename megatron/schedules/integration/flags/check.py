@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -210,7 +211,8 @@ def _made_within(limited: LimitedRequest, quiet: bool) -> Plan:
         held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
         if held <= room:
             break
-        room, plan = held, made(limited.within(plan.request, held), quiet)
+        settled = made(limited.within(plan.request, held), quiet)
+        room, plan = held, replace(settled, asked=plan.asked, named=plan.named)
     return plan
 
 
