@@ -114,17 +114,18 @@ def _layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
 
 
 def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
-    """Numbers of chunks up to ``most``.
+    """Numbers of chunks up to ``most`` that divide the layers; only the largest if costs depend on the number.
 
-    In training only those that divide the layers, and only the largest if costs depend on the number. If no number
-    divides the layers, returns one number, and the rule about layers refuses the job.
+    If no number divides the layers, the rule about layers refuses a job, which gets one number.
     """
-    size, layers = spec.sizes.pipeline, spec.settings.layers
-    if layers == "auto" or spec.layers.count is None:
+    size, layers, stock, shape = spec.sizes.pipeline, spec.settings.layers, spec.layers, spec.shape
+    if stock.count is None and shape is not None:
+        stock = replace(stock, count=shape.layers)
+    if layers == "auto" or stock.count is None:
         return chunk_choices(most)
-    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(spec.layers, chunks * size, layers))
-    depends = spec.layers.by_hand or spec.settings.places_layers or spec.recompute.method == "block"
-    return (found[-1:] if depends else found) or (1,)
+    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(stock, chunks * size, layers))
+    depends = stock.by_hand or spec.settings.places_layers or spec.recompute.method == "block"
+    return (found[-1:] if depends else found) or ((1,) if spec.layers.count is not None else chunk_choices(most))
 
 
 def _microbatches(spec: JobSpec) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # fixed, so that effort and plan are the same on all machines.
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
+# Seconds that a search takes at least, for each rank and microbatch.
+_LEAST_SECONDS = 0.003
 # Results of a search depend on chance. Two short searches with other seeds are added. Each takes this share of the
 # search time, of which at most so many seconds count. Searches of less time, or of fewer rounds for all memory limits
 # together, find nothing and are skipped: each climb takes a few rounds at least, and those of a large plan take long.
@@ -115,6 +117,14 @@ def search_seconds(request: Request) -> float:
     """
     usual = default_seconds(request.ranks, request.microbatches)
     return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.shared_vocabulary else usual)
+
+
+def expected_seconds(request: Request) -> float:
+    """Time that the search for ``request`` is expected to take, in seconds on one core, for its progress.
+
+    It is longer than :func:`search_seconds` for a large plan, of which each climb takes a few rounds at least.
+    """
+    return max(search_seconds(request), _LEAST_SECONDS * request.ranks * request.microbatches)
 
 
 def effort(ranks: int, seconds: float) -> float:

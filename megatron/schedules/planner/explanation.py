@@ -32,11 +32,13 @@ def explanation(
     limit, ranks = request.memory_limit, request.ranks
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
-    used = f"{percent(timeline.limit / ranks, 1)} of 1F1B's"
+    used = f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
     used += "" if peak_bytes is None else f", {peak_bytes / 2**30:.2f} GiB"
+    within = "" if limit is None else f", within the limit of {percent(limit, 1)}"
+    counted_too = f"; {percent(timeline.limit / ranks, 1)} with what a rank's parameters take above the average"
     lines = [
         f"Schedule: {_chosen(timeline, request)}.",
-        f"Activation memory: {used}{'' if limit is None else f', within the limit of {percent(limit, 1)}'}.",
+        f"Activation memory: {used}{within}{counted_too if timeline.limit > timeline.peak * (1 + _SAME) else ''}.",
         f"Bubble: {percent(timeline.bubble, 1)}{said}.",
     ]
     if limit is not None:

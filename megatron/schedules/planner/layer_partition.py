@@ -17,7 +17,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
-from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
+from megatron.schedules.planner.adaptive import effort, expected_seconds, limit_in_microbatches, placements
 from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, few_microbatches, with_layers
 from megatron.schedules.planner.registry import (
     Request,
@@ -125,7 +125,7 @@ def _near(searches: Sequence[_Search]) -> list[_Search]:
 
 def _whole_search(request: Request) -> float:
     """Effort of the full search of ``adaptive``, in passes, see :attr:`_Search.effort`; 0 for named schedules."""
-    return effort(request.ranks, search_seconds(request)) if request.schedule == "adaptive" else 0.0
+    return effort(request.ranks, expected_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 
 def _or_even(

@@ -76,8 +76,8 @@ def save_memory(
 ) -> Request:
     """Returns ``request`` with the recompute and offload shares of the shortest plan found.
 
-    The plan is never longer than without recompute and offload. If both are allowed, it is never longer than with one
-    of them alone. Plans are compared, except where a bound or a climb shows that one is clearly longer.
+    The plan is never longer than without recompute and offload. If both are allowed, each alone is tried too. Plans are
+    compared, except where a bound or a climb shows that one is clearly longer.
 
     Args:
         request: for ``adaptive``; its ``recompute`` and ``offload`` say which of them are allowed.

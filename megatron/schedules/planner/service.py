@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron.schedules.planner.adaptive import bound, least_limit, placements, search_seconds
+from megatron.schedules.planner.adaptive import bound, expected_seconds, least_limit, placements, search_seconds
 from megatron.schedules.planner.explanation import explanation
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
@@ -176,7 +176,7 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
 
 def _settled(asked: Request, progress: Progress) -> Plan:
     """Settles one decision after the other."""
-    request, seconds = with_own_saving(asked), search_seconds(asked)
+    request, seconds = with_own_saving(asked), expected_seconds(asked)
     steps = _searches(asked, seconds)
     parts = Parts(progress, sum(each for _, each in steps) + seconds)
     for search, each in steps:
