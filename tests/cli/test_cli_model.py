@@ -47,6 +47,23 @@ def test_drawings_say_what_they_are_of(capsys):
     assert "the output layer as long as 2.343 layers" in capsys.readouterr().out
 
 
+def test_stages_that_training_would_refuse_are_named(capsys):
+    sizes = ["--pipeline-size", "4", "--microbatches", "4", "--model"]
+    said = "The model's layers do not divide by the stages of {}: give training --pipeline-layers auto or N,N,...\n"
+    assert main(["compare", "--schedule", "1f1b", "--schedule", "v-half", *sizes, "Llama-3-8B --num-layers 36"]) == 0
+    assert said.format("v-half") in capsys.readouterr().out
+    for layers, named in (("36", True), ("40", False)):
+        assert main(["plan", "--schedule", "v-half", *sizes, f"Llama-3-8B --num-layers {layers}"]) == 0
+        assert (said.format("v-half") in capsys.readouterr().out) == named
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [("48", [1, 2, 3, 4]), ("36", [1, 3]), ("30", [1, 2, 4])])
+def test_chunks_are_those_that_divide_the_layers_as_in_a_job(capsys, monkeypatch, layers: str, chunks: list[int]):
+    monkeypatch.setenv("MEGATRON_SCHEDULES_SEARCH_SECONDS", "0.02")
+    flags = ["--memory-limit", "1", "--model", f"Llama-3-8B --num-layers {layers}"]
+    assert planned(capsys, *flags, schedule="adaptive")["asked"].get("chunk_choices", [1, 2, 4]) == chunks
+
+
 def test_layers_may_be_placed_for_the_shortest_plan(capsys):
     even, auto = (
         planned(capsys, "--model", "Llama-3-8B", "--layers", how, schedule="1f1b") for how in ("even", "auto")

@@ -112,6 +112,7 @@ def _plan(
     else:
         footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
         footer += _how_good(plan) + _where(plan.decisions.layers) + _savings(plan.decisions)
+        footer += _uneven([schedule]) if plans.has_uneven_stages(plan) else ""
         if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.counted_for}.\n"
@@ -151,11 +152,12 @@ def _compare(
         if plans.has_model:
             why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
         raise PlanError(f"--device-memory compares the bytes of --model, {why}")
-    rows = []
+    rows, uneven = [], []
     for name, found, throughput in plans.compared(partial(plan_of, plans)):
         if isinstance(found, str):
             rows.append(table.Row(name, found))
             continue
+        uneven += [name] * plans.has_uneven_stages(found)
         row = table.Row(name, figures(found.timeline, plans.microbatch_bytes), throughput)
         if room is not None:
             worst = max(plans.memory(found), key=lambda rank: rank.device)
@@ -166,6 +168,7 @@ def _compare(
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
+    note += f"\n{_uneven(uneven)}" if uneven and form in ("text", "markdown") else ""
     without = (
         form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]
     )
@@ -256,6 +259,14 @@ def _how_good(plan: Plan) -> str:
 def _where(layers: tuple[int, ...] | None) -> str:
     """Formats the layer partition as Megatron's layout flag does."""
     return f"Layers: {as_layout(layers)}\n" if layers else ""
+
+
+def _uneven(names: Sequence[str]) -> str:
+    """Says what training needs for schedules whose stages have different numbers of layers."""
+    return (
+        f"The model's layers do not divide by the stages of {', '.join(names)}: give training --pipeline-layers auto "
+        "or N,N,...\n"
+    )
 
 
 def _savings(decisions: Decisions) -> str:

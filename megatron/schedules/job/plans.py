@@ -15,6 +15,7 @@ from megatron.schedules.job import values
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.planner.registry import AUTO, check_parts, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.placement import check_size
@@ -168,6 +169,13 @@ class JobPlans:
     def microbatch_bytes(self) -> float:
         """Activation memory of one microbatch on an average rank, bytes; 0 if unknown."""
         return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
+
+    def has_uneven_stages(self, plan: Plan) -> bool:
+        """True if the model's layers do not divide by the stages of ``plan``, and no flag places them."""
+        spec, shape = self.specs[0], self.specs[0].shape
+        if shape is None or plan.decisions.layers is not None:
+            return False
+        return bool(wrong_layers(replace(spec.layers, count=shape.layers), plan.schedule.placement.stages))
 
     def plan(self, spec: JobSpec, progress: Progress = unheard) -> Plan:
         """Plans ``spec``."""
