@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.integration.flags.costs_in_training import check_costs
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
@@ -41,7 +42,9 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     add_stock_arguments(parser)
     args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
     args.world_size = 2
-    return costs_of(completed(spec_of(args), args), 2).on(sequential(2), Decisions(layers=(4, 4)))
+    spec = completed(spec_of(args), args)
+    check_costs(spec)
+    return costs_of(spec, 2).on(sequential(2), Decisions(layers=(4, 4)))
 
 
 def test_recompute_while_measuring_is_not_added_twice(tmp_path):
