@@ -40,7 +40,7 @@ from megatron.schedules.utils.json_files import encode
 from megatron.schedules.utils.output_files import objection, write_text
 from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
-from tools.benchmarks.parts import Spread, machine
+from tools.benchmarks.parts import Statistics, machine
 
 _WARM_UP = 3
 # Megatron's flags that have no place where there is no pipeline, by how many values follow them.
@@ -182,7 +182,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
             say(f"{name.replace('_', ' ')}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
         parts[name] = {
             **{
-                kind: _spread([getattr(each, kind) for each in found[_WARM_UP:]])
+                kind: _timed_form([getattr(each, kind) for each in found[_WARM_UP:]])
                 for kind in ("forward", "input_grad", "weight_grad")
             },
             "activation_bytes": held.after_forward,
@@ -190,7 +190,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
         }
     forwards = times.time_recompute(model, times.LAYERS)
     recomputed = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    again, left = _spread([each.seconds for each in recomputed]), recomputed[0].input_bytes
+    again, left = _timed_form([each.seconds for each in recomputed]), recomputed[0].input_bytes
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
     return ChunkProfileForm(
@@ -218,8 +218,8 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
     )
 
 
-def _spread(seconds: Sequence[float]) -> TimedForm[float]:
-    return TimedForm(**Spread.of(seconds)._asdict())
+def _timed_form(seconds: Sequence[float]) -> TimedForm[float]:
+    return TimedForm(**Statistics.of(seconds)._asdict())
 
 
 def _join_nobody() -> None:

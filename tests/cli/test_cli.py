@@ -246,7 +246,7 @@ def test_the_run_in_docs_is_told_as_recorded():
 
 def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
     """Stage 0 is offloaded, stage 1 recomputed; a forward takes 2, what one stage holds is copied in 3."""
-    path = tmp_path / "relief.csv"
+    path = tmp_path / "saving.csv"
     path.write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
     custom = custom_costs(tmp_path, copy_time=1.5)
     asked = ["plan", "--schedule", str(path), "--save-memory", "offload", "--costs", custom]

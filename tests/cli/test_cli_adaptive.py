@@ -32,7 +32,7 @@ def test_adaptive_keeps_to_the_memory_and_says_how_near_the_best_it_is(capsys):
     data = json.loads(capsys.readouterr().out)
     figures = data["figures"]
     assert figures["memory_of_1f1b"] <= 0.6
-    # The last of four ranks starts three forwards and three hops late, with four chunks a rank, and works 45.6.
+    # The last of four ranks starts three forwards and three messages late, with four chunks a rank, and works 45.6.
     assert figures["lower_bound"] == pytest.approx(3 * (0.5 + 0.05) + 8 * 2 * (1 + 1.1 + 0.75))
     assert figures["lower_bound"] <= figures["makespan"]
 

@@ -149,8 +149,8 @@ def test_what_goes_to_the_host_is_there_and_not_on_the_device():
         )
     )
     made = plan(Request("file", 4, 1, csv=text))
-    away = asked(of, counts, offloaded=(1.0, 1.0, 1.0, 0.5))
-    found = in_bytes(made, away, Count(1e6), Numbers(2, 4, 12, on_host=0.5))
+    offloaded = asked(of, counts, offloaded=(1.0, 1.0, 1.0, 0.5))
+    found = in_bytes(made, offloaded, Count(1e6), Numbers(2, 4, 12, on_host=0.5))
     layer = SEQUENCE * whole(activations(of).layers[0]).forward
     assert found[1].activations == pytest.approx(2 * layer)
     assert [rank.host - 6e6 for rank in found[1:]] == pytest.approx([2 * layer, 2 * layer, layer], rel=0.05)

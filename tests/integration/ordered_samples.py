@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, destroy_rerun_s
 from megatron.training import training
 
 import pretrain_gpt
-from megatron.schedules.integration import hooks
+from megatron.schedules.integration import loops
 from megatron.schedules.integration.background_plans import BackgroundPlans, in_loaders_order, lengths_of, under
 
 
@@ -22,7 +22,7 @@ def note(seen: list[tuple[int, ...]]) -> None:
     Attention takes as much as in a long context: in that of these small models it takes so little that hardly any other
     order would be shorter.
     """
-    hooks.attention_of = lambda args: (0.6, 0.75)
+    loops.attention_of = lambda spec: (0.6, 0.75)
     begin = BackgroundPlans.begin
 
     def noting(self: Any, iterators: Any, sizes: Any) -> Any:

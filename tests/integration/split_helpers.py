@@ -175,8 +175,8 @@ def split(
     for step in order.split():
         kind, m = step[0], int(step[1:])
         if kind == "F":
-            keeping = recomputes.forward(0, m) if recomputes is not None else contextlib.nullcontext()
-            with store.split(0, m), keeping:
+            recomputed = recomputes.forward(0, m) if recomputes is not None else contextlib.nullcontext()
+            with store.split(0, m), recomputed:
                 y = forward(inputs[m])
             outputs.append(y.detach().clone())
             losses[m] = loss(y)

@@ -233,7 +233,7 @@ def _held(model: torch.nn.Module, name: str, x: Tensor) -> int:
 def offloaded(name: str) -> list[int]:
     """Bytes of each storage of a linear's forward that goes to the host; gradients are those of one that stays."""
     found: list[list[Tensor | None]] = []
-    for away in (False, True):
+    for moved in (False, True):
         torch.manual_seed(1)
         FP8GlobalStateManager.reset()
         model = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu")
@@ -242,7 +242,7 @@ def offloaded(name: str) -> list[int]:
         split_te_linears(model, store)
         forward = forward_of(model, name)
         with store.split(0, 0):
-            if away:
+            if moved:
                 with offloads.forward(0, 0), offloads.saving():
                     y = forward(x)
                 for step in (offloads.offload, offloads.load, offloads.arrive):

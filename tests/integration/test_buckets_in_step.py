@@ -26,14 +26,14 @@ BUCKETS, REPLICAS, PATIENCE_S = 3, 2, 20.0
 class Bucketed(MarkedStages):
     """Stages with several buckets each, whose reductions meet those of the other replicas."""
 
-    def __init__(self, program: Program, device: Device, meetings: dict[tuple[int, int], Rendezvous]) -> None:
+    def __init__(self, program: Program, device: Device, collectives: dict[tuple[int, int], Rendezvous]) -> None:
         from megatron.schedules.integration.gradient_reduction import GradientReduction
 
         super().__init__(program.placement.last_stage, varied=False)
         self._program = program
 
         def bucket(stage: int, number: int) -> Any:
-            post = partial(device.post, meetings[stage, number])
+            post = partial(device.post, collectives[stage, number])
             return SimpleGroup(params={number}, start_grad_sync=lambda *, force_all_reduce: post())
 
         self.reduction = GradientReduction(
@@ -99,7 +99,7 @@ def test_replicas_do_not_wait_for_each_other_for_ever(
     for ranks, n in ((2, 4), (4, 8)):
         programs = lower(plan(Request(name, ranks, n)))
         placement = programs[0].placement
-        meetings = {
+        collectives = {
             (stage, number): Rendezvous(REPLICAS, PATIENCE_S)
             for stage in range(placement.stages)
             for number in range(BUCKETS)
@@ -109,7 +109,7 @@ def test_replicas_do_not_wait_for_each_other_for_ever(
             devices = [Device(waits=True) for _ in programs]
             channels = strict_channels(channels_of(placement), devices, PATIENCE_S)
             for program, device, own in zip(programs, devices, channels, strict=True):
-                stages = Bucketed(program, device, meetings)
+                stages = Bucketed(program, device, collectives)
                 jobs.append((program, stages, WaitingForBuckets(stages, device), Transport(own, SPEC)))
 
         def carry_out(number: int, jobs: list[Any] = jobs) -> None:
@@ -118,6 +118,6 @@ def test_replicas_do_not_wait_for_each_other_for_ever(
             stages.reduction.finish()
 
         assert errors_in_threads(list(range(len(jobs))), carry_out) == []
-        assert all(collective.is_completed() for collective in meetings.values()), (
+        assert all(collective.is_completed() for collective in collectives.values()), (
             "every bucket of every replica is reduced"
         )

@@ -111,7 +111,9 @@ def test_the_limit_of_an_adaptive_plan_is_seen_in_bytes(megatron):
     ],
     ids=["one replica", "one replica with experts", "SLURM's", "torchrun's", "as given"],
 )
-def test_how_many_gpus_are_supposed(monkeypatch, around: dict[str, str], sizes: Sizes, given: int | None, gpus: int):
+def test_the_number_of_gpus_is_assumed_from_launcher_and_sizes(
+    monkeypatch, around: dict[str, str], sizes: Sizes, given: int | None, gpus: int
+):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():

@@ -1,4 +1,4 @@
-"""Jobs that ask for relief by flag: stock's gradients to the bit, in less memory, and a line about what was planned."""
+"""Jobs that save memory by flag: stock's gradients to the bit, in less memory, and a line about what was planned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", ["recompute", pytest.param("both", marks=pytest.mark.full_matrix), "offload"])
-def test_a_job_relieved_has_stocks_gradients(train, how):
+def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
     stock = train.stock(4, *JOB)
     assert_same_losses(ours, stock)

@@ -14,7 +14,7 @@ from megatron.schedules.schedule.simulator import Timeline, Times, simulate
 from tests.planner.made_schedules import NAMED, examples, schedules
 
 TIMES = st.floats(0.25, 4)
-HOP = st.integers(0, 8).map(lambda eighths: eighths / 8)
+LATENCY = st.integers(0, 8).map(lambda eighths: eighths / 8)
 OFFSETS = st.lists(st.floats(-1e4, 1e4), min_size=8, max_size=8)
 
 
@@ -31,7 +31,7 @@ def waits(schedule: Schedule, start: Times, end: Times) -> float:
 
 
 @examples(30)
-@given(st.sampled_from(NAMED), st.integers(2, 5), st.integers(1, 9), TIMES, TIMES, TIMES, HOP, OFFSETS)
+@given(st.sampled_from(NAMED), st.integers(2, 5), st.integers(1, 9), TIMES, TIMES, TIMES, LATENCY, OFFSETS)
 def test_a_plan_comes_back_as_it_was_where_messages_wait_for_nothing_else(name, d, n, f, i, w, latency, offsets):
     schedule = plan(Request(name, d, n))
     timeline = simulate(schedule, Costs(f, i, w, latency).on(schedule.placement))
@@ -54,7 +54,7 @@ def test_the_usual_plans_have_messages_that_wait_for_nothing_else(name):
 
 
 @examples(100)
-@given(schedules(), TIMES, TIMES, HOP, OFFSETS)
+@given(schedules(), TIMES, TIMES, LATENCY, OFFSETS)
 def test_nothing_begins_before_what_it_waits_for_has_ended(schedule, f, i, latency, offsets):
     """Sensible or not, on any placement; and the first pass of all begins at 0."""
     timeline = simulate(schedule, Costs(f, i, 1, latency).on(schedule.placement))
@@ -73,7 +73,7 @@ def test_a_guess_is_mended_where_a_circle_of_ranks_shows_it_wrong():
     assert all(skewed[b] - skewed[a] + gap >= 0 for (a, b), gap in (found | {(2, 0): -9.5, (0, 2): 10.0}).items())
 
 
-def test_a_hop_is_the_median_of_iterations_and_never_below_zero():
+def test_link_latency_is_the_median_of_iterations_and_never_below_zero():
     rounds = [{(0, 1): 5.0 + more, (1, 0): -4.0 + more} for more in (0.0, 0.5, 2.0)]
     assert latencies(rounds) == {(0, 1): 1.0, (1, 0): 1.0}
     assert latencies([{(0, 1): 1.0, (1, 0): -1.5, (1, 2): 3.0}]) == {(0, 1): 0.0, (1, 0): 0.0}

@@ -85,7 +85,7 @@ def test_another_pipeline_has_its_own_share_of_the_same_layers():
     assert costs.times[Kind.W] == pytest.approx((6.4, 6.4))
 
 
-def test_hops_are_those_measured_where_there_are_as_many_ranks():
+def test_link_latencies_are_those_measured_where_there_are_as_many_ranks():
     latencies = ((0, 1, 0.1), (1, 0, 0.1), (1, 2, 0.7), (2, 1, 0.7), (2, 3, 0.2), (3, 2, 0.2))
     found = profile(v_shape(4), *V, latencies=latencies)
     same, other = (found.costs(ranks).on(v_shape(ranks)) for ranks in (4, 2))

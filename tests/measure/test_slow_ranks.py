@@ -69,7 +69,7 @@ def test_a_bubble_that_has_grown_is_told_once() -> None:
     assert not any(watch.add(0.17) for _ in range(9))
 
 
-def test_hops_that_have_become_slow_are_those_that_matter_beside_a_pass() -> None:
+def test_slow_links_are_those_that_matter_compared_with_a_pass() -> None:
     before = [(0, 1, 1.0), (1, 0, 1.0), (1, 2, 0.01), (2, 1, 1.0)]
     now = [(0, 1, 4.0), (1, 0, 1.2), (1, 2, 0.1), (2, 1, 0.5), (2, 3, 9.0)]
     assert slow_links(before, now, 10.0) == [(0, 1, 4.0, 1.0)]

@@ -22,7 +22,7 @@ from tests.runtime.random_schedules import random_schedule
 NAMED = [name for name in NAMES if name not in ("adaptive", "file")]
 
 UNIT = "1,1,1,0"
-# As measured on GPUs: a heavier input gradient, a lighter weight gradient, and hops that take time.
+# As measured on GPUs: a heavier input gradient, a lighter weight gradient, and link latencies above zero.
 REAL = "1,1.1,0.75,0.05"
 
 
@@ -67,7 +67,7 @@ def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrateg
 
 @st.composite
 def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
-    """Costs of any proportion, with and without hops, messages of experts and stages that take or hold more."""
+    """Costs of any proportion, with and without link latency, messages of experts and stages that take or hold more."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
     by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
     latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))

@@ -81,8 +81,8 @@ def test_so_are_longer_pipelines_however_little_is_searched(d: int, n: int, limi
 
 
 @pytest.mark.parametrize("limit", [2.0, 4.0, 6.0])
-def test_a_named_schedule_wins_where_others_need_more_memory_or_more_hops(limit: float):
-    """On one chunk a rank holds twice what it does on two; but hops are dear, and one chunk has a third of them."""
+def test_a_named_schedule_wins_where_others_need_more_memory_or_more_messages(limit: float):
+    """On one chunk a rank holds twice what it does on two; but messages are slow, and one chunk has a third of them."""
     costs = Costs(1, 1, 1, 7, stage_activations=(2.0,) * 4 + (0.0,) * 4)
     check(asked(2, 2, limit / 2, costs))
     check(asked(2, 3, limit / 2, costs))

@@ -59,7 +59,7 @@ def test_a_forward_done_again_keeps_its_input_until_then():
 def test_where_no_r_comes_a_forward_keeps_all():
     timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(layer_input=0.2), Decisions(recomputed=(0.5,)))
     assert timeline.end[0][3] - timeline.end[0][2] == 1, "half of the layers are recomputed"
-    # Of the relieved half a fifth stays.
+    # A fifth of the recomputed or offloaded half stays.
     assert timeline.peak == pytest.approx(1 + 0.6)
 
 
@@ -97,21 +97,21 @@ def test_one_channel_for_both_ways_is_shared():
         ("0F0,0O0,0B0,0L0\n", "0B0 stands before 0L0, which it needs"),
     ],
 )
-def test_what_is_no_relief_is_refused(csv: str, fault: str):
+def test_invalid_saving_passes_are_refused(csv: str, fault: str):
     with pytest.raises(PlanError, match=fault):
         from_csv(csv)
 
 
 @st.composite
 def saved(draw: st.DrawFn) -> tuple[Problem, float]:
-    """A small problem with some relief, and a limit under which it works."""
+    """A small problem with some recompute and offload, and a limit under which it works."""
     chunks, ranks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(2, 4))
     placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
     parts = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=placement.stages, max_size=placement.stages)
-    away = draw(parts)
-    recomputed = [min(part, 1 - out) for part, out in zip(draw(parts), away, strict=True)]
+    offloaded = draw(parts)
+    recomputed = [min(part, 1 - out) for part, out in zip(draw(parts), offloaded, strict=True)]
     costs = replace(REAL, copy=draw(st.sampled_from([0.1, 0.7, 2.0])), one_way=draw(st.booleans()))
-    decisions = Decisions(recomputed=tuple(recomputed), offloaded=tuple(away))
+    decisions = Decisions(recomputed=tuple(recomputed), offloaded=tuple(offloaded))
     problem = Problem(placement, draw(st.integers(1, 6)), costs.on(placement, decisions))
     return problem, problem.least * draw(st.sampled_from([1.0, 1.3, 2.0, 8.0]))
 
@@ -161,10 +161,10 @@ def shortest(problem: Problem, limit: float) -> float:
 
 
 # A rank computes for 61.6 and 45.6; where no microbatch may overtake another the same search finds 110.9 and 136.9.
-@pytest.mark.parametrize(("relief", "most"), [("recomputed", 76.0), ("offloaded", 72.0)])
-def test_half_a_microbatch_of_memory_lets_several_be_under_way(relief: str, most: float):
+@pytest.mark.parametrize(("saving", "most"), [("recomputed", 76.0), ("offloaded", 72.0)])
+def test_half_a_microbatch_of_memory_lets_several_be_under_way(saving: str, most: float):
     placement = zigzag(4, 4)
-    decisions = Decisions(**{relief: (1.0,) * placement.stages})
+    decisions = Decisions(**{saving: (1.0,) * placement.stages})
     assert shortest(Problem(placement, 8, replace(REAL, copy=1.425).on(placement, decisions)), 0.5) < most
 
 
@@ -189,7 +189,7 @@ def test_recompute_overtakes_with_the_passes_that_free_its_memory():
     lookahead=st.sampled_from([4, 16, 64]),
     noise=st.sampled_from([0.0, 0.3]),
 )
-def test_rounds_with_relief_stay_valid_and_within_the_limit(
+def test_rounds_with_saving_passes_stay_valid_and_within_the_limit(
     asked: tuple[Problem, float], seed: int, lookahead: int, noise: float
 ):
     problem, limit = asked
@@ -220,7 +220,7 @@ def makespan(request: Request) -> float:
 @pytest.mark.parametrize(
     ("limit", "how"), [(0.25, {"recompute": True}), (0.25, {"offload": True}), (0.5, {"recompute": True})], ids=str
 )
-def test_relief_never_makes_a_plan_longer(limit: float, how: dict[str, bool]):
+def test_memory_saving_never_makes_a_plan_longer(limit: float, how: dict[str, bool]):
     without, chosen = asked(limit), save_memory(asked(limit, **how))
     assert not chosen.recompute and not chosen.offload
     assert makespan(chosen) <= makespan(without) + 1e-9
@@ -246,7 +246,7 @@ def test_less_memory_works_than_without():
     assert makespan(save_memory(low)) > 0
 
 
-def test_whole_layers_are_relieved_where_their_number_is_known(tmp_path, monkeypatch):
+def test_whole_layers_are_recomputed_where_their_number_is_known(tmp_path, monkeypatch):
     from megatron.schedules.estimate.models import MODELS
     from megatron.schedules.estimate.times import loads
 

@@ -12,7 +12,7 @@ from tests.planner.made_schedules import timed
 from tests.planner.optimum import optimal_makespan
 from tests.planner.promises import promised_memory
 
-# Even; as measured on GPUs; a light weight gradient; and one whose hops are as long as its W.
+# Even; as measured on GPUs; a light weight gradient; and one whose link latency is as long as its W.
 COSTS = [(20, 20, 20, 0), (20, 22, 15, 1), (20, 24, 8, 1), (2, 3, 1, 1)]
 V, ONE_CHUNK = ("v-min", "v-half", "v-zb"), ("zb-1p", "zb-2p")
 
@@ -67,8 +67,8 @@ SAVING = (20, 22, 16, 1)
 def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int) -> float:
     """The plan on the V where these stages are recomputed or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
-    again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
-    costs, decisions = Costs(*SAVING, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)
+    again, moved = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
+    costs, decisions = Costs(*SAVING, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=moved)
     request = Request(
         "adaptive",
         d,
@@ -89,7 +89,7 @@ NONE = range(0)
     ("d", "n", "limit", "recomputed", "offloaded", "copy"),
     [(2, 3, 1, range(2), NONE, 0), (3, 3, 1.5, range(3), NONE, 0), (3, 3, 1.5, NONE, range(3), 15)],
 )
-def test_small_plans_with_relief_are_within_two_percent_of_the_optimum(
+def test_small_plans_with_saving_passes_are_within_two_percent_of_the_optimum(
     d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int
 ):
     best = optimal_makespan(v_shape(d), n, SAVING, limit, 60, recomputed=recomputed, offloaded=offloaded, copy=copy)

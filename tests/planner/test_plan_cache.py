@@ -70,7 +70,7 @@ def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
         replace(REQUEST, costs=Costs(1, 1.1, 0.75, 0.0500001)),
         replace(REQUEST, costs=replace(REQUEST.costs, stage_weights=(1.0,) * 12)),
     ],
-    ids=["microbatches", "limit", "seconds", "chunks", "hop", "weights"],
+    ids=["microbatches", "limit", "seconds", "chunks", "link latency", "weights"],
 )
 def test_something_else_is_searched_for_itself(kept: Path, searched: list[Request], other: Request):
     cached_plan(REQUEST)

@@ -72,8 +72,8 @@ PLANS = {
     "a job's profile": "--schedule v-half --pipeline-size 2 --microbatches 8 --costs job.json",
     "a job's profile, offloaded": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs job.json "
     "--memory-limit 0.4 --save-memory both",
-    "csv": "--schedule relief.csv --save-memory offload --costs csv.json",
-    "csv, one way": "--schedule relief.csv --save-memory offload --costs csv-one-way.json",
+    "csv": "--schedule saving.csv --save-memory offload --costs csv.json",
+    "csv, one way": "--schedule saving.csv --save-memory offload --costs csv-one-way.json",
     "huge costs": f"--schedule v-half {SIZE} --costs 1e99,1e99,1e99,1e90",
     "tiny costs": f"--schedule v-half {SIZE} --costs 1e-99,1e-99,1e-99",
 }
@@ -120,7 +120,7 @@ def test_figures_follow_from_the_json_alone(name: str, tmp_path: Path, capsys, m
     for file, fields in CUSTOM.items():
         Path(file).write_text(json.dumps({"version": 3, **fields}))
     monkeypatch.setenv(SEARCH_VARIABLE, "0.05")
-    Path("relief.csv").write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
+    Path("saving.csv").write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
     assert main(["plan", *PLANS[name].split(), "--format", "json"]) == 0
     text = capsys.readouterr().out
     document = json.loads(text)

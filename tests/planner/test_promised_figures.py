@@ -57,7 +57,7 @@ def test_zb_2p_idles_for_the_first_forwards_way_in_alone(costs: str):
 
 
 @pytest.mark.parametrize(("d", "n"), [(4, 8), (8, 32)])
-def test_eager_1f1b_hides_hops_that_1f1b_waits_for(d: int, n: int):
+def test_eager_1f1b_hides_link_latency_that_1f1b_waits_for(d: int, n: int):
     assert planned("eager-1f1b", d, n).makespan == planned("1f1b", d, n).makespan
     assert planned("eager-1f1b", d, n, "1,1,1,1").makespan < planned("1f1b", d, n, "1,1,1,1").makespan
 

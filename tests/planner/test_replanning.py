@@ -1,4 +1,4 @@
-"""Planning again: for costs that were measured, on the same placement, in a process beside; never for the worse."""
+"""Planning again: for costs that were measured, on the same placement, in a background process; never for the worse."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_plan_for_measured_costs_is_shorter_under_them_than_the_one_for_assume
     assert Proposal.from_text(found.to_text()) == found
 
 
-def test_a_slow_hop_is_worked_round() -> None:
+def test_a_slow_link_is_worked_round() -> None:
     current = plan(ADAPTIVE)
     costs = replace(ADAPTIVE.costs, comm=0.05, latencies=((1, 2, 3.0), (2, 1, 3.0)))
     found = propose(replace(ADAPTIVE, costs=costs), current)
@@ -90,7 +90,7 @@ def waited_for(way: BackgroundPlan) -> Proposal:
     return found
 
 
-def test_a_process_beside_finds_the_same() -> None:
+def test_a_background_process_finds_the_same() -> None:
     current, request = plan(ADAPTIVE), replace(ADAPTIVE, costs=MEASURED)
     way = BackgroundPlan(request, current, HANGS_S)
     assert waited_for(way) == propose(request, current)

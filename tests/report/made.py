@@ -24,11 +24,11 @@ def saved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Ti
     first = [float(stage < ranks) for stage in range(2 * ranks)]
     costs = Costs(copy=0.75, one_way=one_way, layer_input=0.0)
     decisions = Decisions(recomputed=tuple(1 - each for each in first), offloaded=tuple(first))
-    rows = tuple(tuple(each for work in row for each in _relieved(work, ranks)) for row in schedule.order)
+    rows = tuple(tuple(each for work in row for each in _with_saving(work, ranks)) for row in schedule.order)
     return simulate(replace(schedule, name="file", order=rows), costs.on(schedule.placement, decisions))
 
 
-def _relieved(work: Pass, ranks: int) -> list[Pass]:
+def _with_saving(work: Pass, ranks: int) -> list[Pass]:
     """``work``, the second chunk's I after its R, and the first chunk's copies where they hold up little."""
     stage, kind, m = work
     if kind in (Kind.I, Kind.B):

@@ -36,7 +36,7 @@ from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
 
 RANKS, SLOW_RANK, SLOWER, FROM = 4, 3, 1.5, 4
-HOP_MS = 0.2
+LATENCY_MS = 0.2
 ASKED = Request("adaptive", RANKS, 12, memory_limit=0.5, search_seconds=0.3, chunk_choices=(2,))
 
 
@@ -59,7 +59,7 @@ def costs_of(unit_ms: float, slower: float) -> Costs:
     """The true ones."""
     weights = [1.0] * (2 * RANKS)
     weights[SLOW_RANK] = weights[-1 - SLOW_RANK] = slower
-    return Costs(unit_ms, 1.1 * unit_ms, 0.75 * unit_ms, HOP_MS, stage_weights=tuple(weights))
+    return Costs(unit_ms, 1.1 * unit_ms, 0.75 * unit_ms, LATENCY_MS, stage_weights=tuple(weights))
 
 
 def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any]:

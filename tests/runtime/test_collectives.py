@@ -203,7 +203,7 @@ def refusal(programs: list[Program]) -> str:
     return str(caught.value)
 
 
-def each_meeting(programs: tuple[Program, ...]) -> Iterator[tuple[int, list[Action], list[int]]]:
+def collectives_of_ranks(programs: tuple[Program, ...]) -> Iterator[tuple[int, list[Action], list[int]]]:
     """Every rank, its actions, and where in them its collectives are."""
     for rank, program in enumerate(programs):
         actions = list(program.actions)
@@ -213,7 +213,7 @@ def each_meeting(programs: tuple[Program, ...]) -> Iterator[tuple[int, list[Acti
 @pytest.mark.parametrize("passes", [shared_plan("v-half", 2, 3), shared_plan("1f1b", 3, 2)], ids=lambda each: each.name)
 def test_any_swap_any_loss_and_any_double_of_a_collective_is_refused(passes: Schedule):
     programs = lowered(passes)
-    for rank, actions, where in each_meeting(programs):
+    for rank, actions, where in collectives_of_ranks(programs):
         for i, j in pairwise(where):
             swapped = list(actions)
             swapped[i], swapped[j] = actions[j], actions[i]

@@ -78,7 +78,7 @@ def test_every_placement_does_the_same_work(forward: float, backward: float, wei
             assert split == pytest.approx(2 * (forward + backward + weight))
             assert whole == pytest.approx(split)
             assert sum(on_stages.activation[stage] for stage in stages) == pytest.approx(1)
-        assert on_stages.comm == 0.5, "a hop carries the same activations whatever the chunks"
+        assert on_stages.comm == 0.5, "a message carries the same activations whatever the chunks"
 
 
 def test_a_stage_costs_what_its_weight_says():

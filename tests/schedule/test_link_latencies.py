@@ -1,4 +1,4 @@
-"""Hops of their own: every one who counts with a message's latency counts with that of its pair of ranks."""
+"""Link latencies by pair of ranks: whatever counts a message uses the latency of its pair of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED, examples, schedules
 from tests.planner.slow_oracle import slow_spans
 
-HOPS = st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), min_size=16, max_size=16)
+LATENCIES = st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), min_size=16, max_size=16)
 
 
 def with_latency(costs: Costs, ranks: int, times: list[float]) -> Costs:
@@ -28,8 +28,8 @@ def with_latency(costs: Costs, ranks: int, times: list[float]) -> Costs:
 
 
 @examples(60)
-@given(schedules(), HOPS)
-def test_every_message_takes_as_long_as_its_hop(schedule: Schedule, times: list[float]):
+@given(schedules(), LATENCIES)
+def test_every_message_takes_the_latency_of_its_link(schedule: Schedule, times: list[float]):
     costs = with_latency(Costs(1, 1.5, 0.5, 0.25), schedule.ranks, times)
     timeline = simulate(schedule, costs.on(schedule.placement))
     spans = slow_spans(schedule, costs)
@@ -39,7 +39,7 @@ def test_every_message_takes_as_long_as_its_hop(schedule: Schedule, times: list[
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_hops_all_alike_are_as_one_number(name: str):
+def test_equal_link_latencies_are_as_one_number(name: str):
     costs = Costs(1, 1.25, 0.75, 0.5)
     alike = with_latency(replace(costs, comm=0.0), 4, [0.5] * 16)
     assert plan(Request(name, 4, 9, costs)) == plan(Request(name, 4, 9, alike))
@@ -66,13 +66,13 @@ def test_a_search_knows_them():
 
 
 def test_the_lower_bound_counts_each_way():
-    """One microbatch on three ranks: three F, three I, the last W, and four hops."""
+    """One microbatch on three ranks: three F, three I, the last W, and four messages."""
     costs = replace(Costs(1, 1, 1, 0.25), latencies=((1, 2, 7.0), (2, 1, 3.0))).on(sequential(3))
     assert lower_bound(sequential(3), 1, costs, 3.0) == pytest.approx(14 + 0.25 + 7 + 3 + 0.25)
 
 
-def test_a_plan_goes_round_a_slow_hop():
-    """More microbatches in flight over it: with a hop of two passes 1F1B waits, an order planned for it waits less."""
+def test_a_plan_goes_round_a_slow_link():
+    """With a latency of two passes 1F1B waits; an order planned for it keeps more in flight and waits less."""
     costs = replace(Costs(1, 1, 1), latencies=((1, 2, 4.0), (2, 1, 4.0)))
     blind, seeing = (plan(Request("zb-2p", 4, 16, each)) for each in (Costs(1, 1, 1), costs))
     blind_time, seeing_time = (simulate(each, costs.on(each.placement)).makespan for each in (blind, seeing))

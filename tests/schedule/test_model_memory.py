@@ -26,7 +26,7 @@ COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)
 def test_stages_together_keep_what_the_model_keeps(counts: list[int], data: st.DataObject):
     model = replace(MODEL, layers=(LAYER,) * sum(counts))
     offloaded = [data.draw(st.integers(0, count)) for count in counts]
-    recomputed = [data.draw(st.integers(0, count - away)) for count, away in zip(counts, offloaded, strict=True)]
+    recomputed = [data.draw(st.integers(0, count - moved)) for count, moved in zip(counts, offloaded, strict=True)]
     stages = model.by_stage(counts, recomputed, offloaded)
     total = sum(stage.forward + stage.recomputed + stage.offloaded for stage in stages)
     assert total == pytest.approx(100 * sum(counts) + 5 + 40)

@@ -82,7 +82,7 @@ def test_1f1b_takes_what_its_closed_form_says(ranks: int, microbatches: int, cos
     assert timeline.peaks == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
 
 
-def test_a_hop_takes_time_between_ranks_and_none_within_one():
+def test_a_message_takes_time_between_ranks_and_none_within_one():
     """A V with one microbatch: the chain crosses between ranks twice forward and twice backward."""
     rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
     without, with_latency = (timed(written(v_shape(2), 1, *rows), Costs(comm=latency)) for latency in (0.0, 10.0))
@@ -193,7 +193,7 @@ def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
 
 
 @pytest.mark.parametrize(("one_way", "later"), [(False, 0), (True, 3)])
-def test_figures_count_computing_alone_and_copies_beside_it(one_way: bool, later: float):
+def test_figures_count_computing_alone_and_copies_in_the_background(one_way: bool, later: float):
     """F takes 2, B 4, each copy 3; rank 0 sends half of what it holds away. On one channel the first L waits for it."""
     schedule = written(sequential(2), 2, "0F0 0F1 0O0 0L0 0O1 0B0 0L1 0B1", "1F0 1B0 1F1 1B1")
     timeline = timed(schedule, Costs(copy=3.0, one_way=one_way), Decisions(offloaded=(0.5, 0.0)))

@@ -244,7 +244,7 @@ def test_where_only_the_way_in_is_idle_the_bound_says_so(name: str):
 @pytest.mark.parametrize(
     ("d", "n", "limit", "costs", "chunks", "least"),
     [
-        # One microbatch at a time: on each the first rank waits for two F, two I, two hops and a W, twice as long each.
+        # One microbatch at a time: on each, rank 0 waits for two F, two I, two messages and a W, twice as long each.
         (2, 5, 0.5, (1, 2, 3, 0.5), 1, 5 * (4 + 8 + 1 + 6)),
         # A single microbatch: its way through three ranks and back, and one W.
         (3, 1, 1, (1, 2, 3, 0.5), 1, 6 + 12 + 4 * 0.5 + 6),

@@ -88,7 +88,7 @@ def test_what_does_not_stand_together_is_not_joined():
     assert merged.order == written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1").order
 
 
-def test_a_hop_counts_for_those_who_wait_across_it():
+def test_link_latency_counts_for_those_who_wait_across_it():
     """In a V stage 2 hands its gradient to stage 1 on the same rank, and stage 3 to stage 2 on another."""
     rows = "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0"
     merged = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))

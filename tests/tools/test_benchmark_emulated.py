@@ -28,7 +28,7 @@ from tools.benchmarks.emulated_ranks import RankError, run_ranks
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
 rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
 saving.UNIT_S, saving.SEARCH_SECONDS = 0.002, 0.05
-relieved = list(saving.setting(2, 4, [0.375], 1, lambda text: None))
+saved = list(saving.setting(2, 4, [0.375], 1, lambda text: None))
 lengths._RANKS, lengths._UNIT_S, lengths._QUICK_SETS, lengths._EMULATED = 2, 0.002, 1, ("v-zb", "1f1b")
 by_length = list(lengths.measure(True, lambda text: None))
 messages._UNIT_S, messages._LIMITS = 0.002, (2.5,)
@@ -43,7 +43,7 @@ def fail():
 try:
     run_ranks(2, fail, timeout=60)
 except RankError as error:
-    print(json.dumps([rows, relieved, by_length, behind, str(error)]))
+    print(json.dumps([rows, saved, by_length, behind, str(error)]))
 """
 
 

@@ -17,7 +17,7 @@ from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
 from tools.benchmarks.emulated_section import KEY, claims, section
-from tools.benchmarks.parts import Part, Row, Say, Spread
+from tools.benchmarks.parts import Part, Row, Say, Statistics
 
 if TYPE_CHECKING:
     from tools.benchmarks.emulated_engines import Contestant
@@ -69,33 +69,33 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
     measured = replace(request, costs=replace(units, comm=beforehand / UNIT_S))
     found = [*others(by_name), *by_name, *adaptive(measured)]
     say(f"{name}: {repetitions} repetitions, about {_expected(found, costs) * repetitions:.0f} s")
-    spreads = _timed(found, costs, repetitions)
-    latency = _fitted_latency(found, spreads, costs)
+    timings = _timed(found, costs, repetitions)
+    latency = _fitted_latency(found, timings, costs)
     say(f"{name}: P2P latency is {latency * 1e3:.2f} ms as fitted to ours")
     setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions}
     setting |= {"latency_seconds": latency, "latency_seconds_beforehand": beforehand}
-    for one, spread in zip(found, spreads, strict=True):
-        yield _row(one, spread, costs, setting) | {"speedup_over_stock_1f1b": round(spreads[0].per(spread), 4)}
+    for one, timing in zip(found, timings, strict=True):
+        yield _row(one, timing, costs, setting) | {"speedup_over_stock_1f1b": round(timings[0].per(timing), 4)}
 
 
-def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[Spread]:
+def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[Statistics]:
     from tools.benchmarks.emulated_engines import measure
 
     timeout, on_stages = (
         4 * _expected(found, costs) * repetitions + 180,
         [costs.on(one.schedule.placement) for one in found],
     )
-    return [Spread.of(taken) for taken in measure(found, on_stages, repetitions, timeout)]
+    return [Statistics.of(taken) for taken in measure(found, on_stages, repetitions, timeout)]
 
 
 def _expected(found: Sequence[Contestant], costs: Costs) -> float:
     return sum(simulated(one.schedule, costs.on(one.schedule.placement), 0.0) for one in found)
 
 
-def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
+def _row(one: Contestant, timing: Statistics, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
     on_stages = costs.on(one.schedule.placement)
     expected = simulated(one.schedule, on_stages, setting["latency_seconds"])
-    seconds, low, high = (round(value, 4) for value in spread)
+    seconds, low, high = (round(value, 4) for value in timing)
     return {
         "engine": one.engine,
         "schedule": one.name,
@@ -105,7 +105,7 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
         "high": high,
         "simulated_seconds": round(expected, 4),
         "simulated_seconds_without_latency": round(simulated(one.schedule, on_stages, 0.0), 4),
-        "error": round(spread.median / expected - 1, 4),
+        "error": round(timing.median / expected - 1, 4),
         "memory": simulate(one.schedule, on_stages).peak,
     }
 
@@ -115,9 +115,9 @@ def simulated(schedule: Schedule, costs: StageCosts, latency: float) -> float:
     return simulate(schedule, replace(costs, comm=latency)).makespan
 
 
-def _fitted_latency(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
+def _fitted_latency(found: Sequence[Contestant], timings: Sequence[Statistics], costs: Costs) -> float:
     """Returns the P2P latency that fits our schedules."""
-    pairs = [(one.schedule, s.median) for one, s in zip(found, spreads, strict=True) if one.engine == "ours"]
+    pairs = [(one.schedule, s.median) for one, s in zip(found, timings, strict=True) if one.engine == "ours"]
     return fitted_latency([(each, costs.on(each.placement), seconds) for each, seconds in pairs], UNIT_S / 2)
 
 

@@ -20,7 +20,7 @@ from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from tools.benchmarks.emulated import fitted
 from tools.benchmarks.lengths_section import claims, section
-from tools.benchmarks.parts import Part, Row, Say, Spread
+from tools.benchmarks.parts import Part, Row, Say, Statistics
 
 if TYPE_CHECKING:
     from tools.benchmarks.emulated_engines import Contestant
@@ -36,7 +36,7 @@ _DRAWS = (*_PACKED, _ALONE)
 _SCHEDULES = ("1f1b", "v-half", "v-zb", "adaptive 0.5", "adaptive 1")
 _EMULATED = ("v-zb", "1f1b", "v-half", "adaptive 1")
 _SETS, _QUICK_SETS, _REPETITIONS = 40, 5, 3
-_UNIT_S, _HOP_S = 0.040, 0.001
+_UNIT_S, _LATENCY_S = 0.040, 0.001
 
 
 class _Setting(NamedTuple):
@@ -92,7 +92,7 @@ def _sets(n: int, drawn: str, count: int) -> list[MicrobatchLoads]:
 def _setting(name: str, n: int, drawn: str) -> _Setting:
     """Returns the schedule planned for equal microbatches of the average cost."""
     shares, ratio = times.attention_shares(_MODEL), times.loads(_MODEL).ratio
-    costs = Costs(*ratio, _HOP_S / _UNIT_S, attention=shares)
+    costs = Costs(*ratio, _LATENCY_S / _UNIT_S, attention=shares)
     every = _sets(n, drawn, 200)
     tokens, squares = (statistics.fmean(x for each in every for x in getattr(each, of)) for of in ("tokens", "squares"))
     parts = [(1 - share) * tokens + share * squares for share in (*shares, 0.0)]
@@ -143,20 +143,20 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
     for name in _EMULATED:
         setting = _setting(name, n, drawn)
         times = {field: getattr(setting.costs, field) * _UNIT_S for field in ("forward", "input_grad", "weight_grad")}
-        seconds = replace(setting.costs, comm=_HOP_S, **times)
+        seconds = replace(setting.costs, comm=_LATENCY_S, **times)
         found += [("equal", seconds, setting.planner.usual(loads)), ("lengths", seconds, setting.planner.plan(loads))]
     contestants = [_contestant(name, planned, costs, loads) for name, (_, costs, planned) in _named(found)]
-    expected = sum(_seconds(planned, costs, loads, _HOP_S) for _, costs, planned in found)
+    expected = sum(_seconds(planned, costs, loads, _LATENCY_S) for _, costs, planned in found)
     say(f"lengths: emulated, {drawn}, about {expected * repetitions:.0f} s")
     on_stages = [costs.on(planned.schedule.placement) for _, costs, planned in found]
     taken = timed(contestants, on_stages, repetitions, 4 * expected * repetitions + 180)
-    spreads = [Spread.of(each) for each in taken]
+    timings = [Statistics.of(each) for each in taken]
     pairs = [
-        (lambda latency, costs=costs, planned=planned: _seconds(planned, costs, loads, latency), spread.median)
-        for (_, costs, planned), spread in zip(found, spreads, strict=True)
+        (lambda latency, costs=costs, planned=planned: _seconds(planned, costs, loads, latency), timing.median)
+        for (_, costs, planned), timing in zip(found, timings, strict=True)
     ]
     latency = fitted(pairs, _UNIT_S / 4)
-    for (name, (planned_for, costs, planned)), spread in zip(_named(found), spreads, strict=True):
+    for (name, (planned_for, costs, planned)), timing in zip(_named(found), timings, strict=True):
         simulated = _seconds(planned, costs, loads, latency)
         yield {
             "what": "emulated",
@@ -166,11 +166,11 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
             "drawn": drawn,
             "repetitions": repetitions,
             "latency_seconds": latency,
-            "seconds": round(spread.median, 4),
-            "low": round(spread.low, 4),
-            "high": round(spread.high, 4),
+            "seconds": round(timing.median, 4),
+            "low": round(timing.low, 4),
+            "high": round(timing.high, 4),
             "simulated_seconds": round(simulated, 4),
-            "error": round(spread.median / simulated - 1, 4),
+            "error": round(timing.median / simulated - 1, 4),
         }
 
 

@@ -11,7 +11,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.messages_section import ALL_HIDDEN, EXPOSED, HIDDEN, STOCK, claims, section
-from tools.benchmarks.parts import Part, Row, Say, Spread
+from tools.benchmarks.parts import Part, Row, Say, Statistics
 
 if TYPE_CHECKING:
     from tools.benchmarks.emulated_engines import Contestant
@@ -61,10 +61,10 @@ def setting(ranks: int, microbatches: int, repetitions: int, say: Say) -> Iterat
     whole = repetitions * sum(simulate(*each).makespan for each in zip(schedules, expected, strict=True))
     say(f"messages: {repetitions} repetitions, about {whole:.0f} s")
     taken = timed([each.contestant for each in runs], slept, repetitions, 4 * whole + 180)
-    found = list(zip(runs, schedules, expected, [Spread.of(each) for each in taken], strict=True))
-    ours = [(schedule, costs, spread.median) for run, schedule, costs, spread in found if _is_ours(run)]
+    found = list(zip(runs, schedules, expected, [Statistics.of(each) for each in taken], strict=True))
+    ours = [(schedule, costs, timing.median) for run, schedule, costs, timing in found if _is_ours(run)]
     latency, baseline = fitted_latency(ours, _UNIT_S / 2), found[0][-1]
-    for run, schedule, costs, spread in found:
+    for run, schedule, costs, timing in found:
         should, timeline = simulated(schedule, costs, latency), simulate(schedule, costs)
         travelling = sum(timeline.hidden) + sum(timeline.exposed)
         yield {
@@ -77,13 +77,13 @@ def setting(ranks: int, microbatches: int, repetitions: int, say: Say) -> Iterat
             "message": _COSTS.messages[0],
             "repetitions": repetitions,
             "latency_seconds": latency,
-            "seconds": round(spread.median, 4),
-            "low": round(spread.low, 4),
-            "high": round(spread.high, 4),
+            "seconds": round(timing.median, 4),
+            "low": round(timing.low, 4),
+            "high": round(timing.high, 4),
             "simulated_seconds": round(should, 4),
-            "error": round(spread.median / should - 1, 4),
+            "error": round(timing.median / should - 1, 4),
             "hidden": round(sum(timeline.hidden) / travelling, 4) if travelling else 0.0,
-            "speedup_over_stock_exposed": round(baseline.per(spread), 4),
+            "speedup_over_stock_exposed": round(baseline.per(timing), 4),
             "memory": timeline.peak,
         }
 

@@ -60,8 +60,8 @@ class Part(NamedTuple):
     drawing: Callable[[Sequence[Row]], str] | None = None
 
 
-class Spread(NamedTuple):
-    """Several timings of one thing.
+class Statistics(NamedTuple):
+    """Median and range of several measurements of one thing.
 
     Args:
         median: the middle one.
@@ -73,11 +73,11 @@ class Spread(NamedTuple):
     high: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Spread:
+    def of(values: Sequence[float]) -> Statistics:
         """Returns the statistics of at least one value."""
-        return Spread(statistics.median(values), min(values), max(values))
+        return Statistics(statistics.median(values), min(values), max(values))
 
-    def per(self, other: Spread) -> float:
+    def per(self, other: Statistics) -> float:
         """Returns the ratio of the medians."""
         return self.median / other.median
 

@@ -12,7 +12,7 @@ from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
-from tools.benchmarks.parts import Claim, Part, Row, Say, Spread, markdown_table
+from tools.benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table
 
 if TYPE_CHECKING:
     from megatron.schedules.runtime.program import Program
@@ -74,12 +74,12 @@ def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
     lengths = [max(row[-1] for row in aligned(schedule, *each).end) / 1e3 for each in starts]
     return {
         "schedule": schedule.name,
-        "without_s": Spread.of(without)._asdict(),
-        "recorded_s": Spread.of(recorded)._asdict(),
-        "ratio": Spread.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
+        "without_s": Statistics.of(without)._asdict(),
+        "recorded_s": Statistics.of(recorded)._asdict(),
+        "ratio": Statistics.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
         "worst_pass_error": max(errors, key=abs),
-        "latency_ms": Spread.of(list(links.values()))._asdict(),
-        "aligned_length_over_wall": Spread.of([a / b for a, b in zip(lengths, recorded, strict=True)])._asdict(),
+        "latency_ms": Statistics.of(list(links.values()))._asdict(),
+        "aligned_length_over_wall": Statistics.of([a / b for a, b in zip(lengths, recorded, strict=True)])._asdict(),
     }
 
 

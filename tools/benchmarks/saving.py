@@ -18,7 +18,7 @@ from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
-from tools.benchmarks.parts import Part, Row, Say, Spread
+from tools.benchmarks.parts import Part, Row, Say, Statistics
 from tools.benchmarks.saving_entry import Entry
 from tools.benchmarks.saving_section import claims, section
 
@@ -67,21 +67,21 @@ def setting(d: int, n: int, limits: Sequence[float], repetitions: int, say: Say)
     expected = sum(simulated(each.order, each.costs, 0.0) for each in entries)
     say(f"memory saving: {d} ranks, {n} microbatches: counting bytes, then about {expected * repetitions:.0f} s")
     held = peaks(entries, 4 * expected + 120)
-    spreads = [Spread.of(each) for each in timed(entries, repetitions, 4 * expected * repetitions + 180)]
+    timings = [Statistics.of(each) for each in timed(entries, repetitions, 4 * expected * repetitions + 180)]
     ours = [
-        (each.order, each.costs, spread.median)
-        for each, spread in zip(entries, spreads, strict=True)
+        (each.order, each.costs, timing.median)
+        for each, timing in zip(entries, timings, strict=True)
         if each.engine == "ours"
     ]
     latency = fitted_latency(ours, UNIT_S / 2)
-    for each, spread, ranks in zip(entries, spreads, held, strict=True):
-        row = _row(each, spread, latency) | {"measured_bytes": ranks, "held": max(ranks) / max(held[0])}
-        yield row | {"repetitions": repetitions, "time_over_stock_1f1b": round(spread.per(spreads[0]), 4)}
+    for each, timing, ranks in zip(entries, timings, held, strict=True):
+        row = _row(each, timing, latency) | {"measured_bytes": ranks, "held": max(ranks) / max(held[0])}
+        yield row | {"repetitions": repetitions, "time_over_stock_1f1b": round(timing.per(timings[0]), 4)}
 
 
-def _row(entry: Entry, spread: Spread, latency: float) -> dict[str, Any]:
+def _row(entry: Entry, timing: Statistics, latency: float) -> dict[str, Any]:
     expected = simulated(entry.order, entry.costs, latency)
-    seconds, low, high = (round(value, 4) for value in spread)
+    seconds, low, high = (round(value, 4) for value in timing)
     peaks = simulate(entry.order, entry.costs).peaks
     return {
         "engine": entry.engine,
@@ -95,7 +95,7 @@ def _row(entry: Entry, spread: Spread, latency: float) -> dict[str, Any]:
         "low": low,
         "high": high,
         "simulated_seconds": round(expected, 4),
-        "error": round(spread.median / expected - 1, 4),
+        "error": round(timing.median / expected - 1, 4),
         "planned_bytes": [round(peak * RANK_BYTES) for peak in peaks],
         "recomputed": entry.recomputed,
         "offloaded": entry.offloaded,

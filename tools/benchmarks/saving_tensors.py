@@ -33,10 +33,10 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, mark: int) -> Tensor:
         """``x``; what is kept is full of ``mark``, at most 255, and is looked at in the backward."""
-        return _Keeping.apply(x, self.weight, self, mark)
+        return _SavesBytes.apply(x, self.weight, self, mark)
 
 
-class _Keeping(torch.autograd.Function):
+class _SavesBytes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, part: Part, mark: int) -> Tensor:
         ctx.part, ctx.mark = part, mark

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.apart import rows_apart, tell_megatron
-from tools.benchmarks.parts import Claim, Part, Row, Say, Spread, markdown_table, verdict
+from tools.benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
 MOST_RATIO, MOST_MICROSECONDS = 1.03, 100.0
 
@@ -74,9 +74,9 @@ def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         "what": "layer",
         "repetitions": len(pairs),
-        "whole_seconds": Spread.of([pair.whole for pair in pairs])._asdict(),
-        "input_seconds": Spread.of([pair.input_grad for pair in pairs])._asdict(),
-        "weight_seconds": Spread.of([pair.weight_grad for pair in pairs])._asdict(),
+        "whole_seconds": Statistics.of([pair.whole for pair in pairs])._asdict(),
+        "input_seconds": Statistics.of([pair.input_grad for pair in pairs])._asdict(),
+        "weight_seconds": Statistics.of([pair.weight_grad for pair in pairs])._asdict(),
         "ratio": middle,
         "ratio_quartiles": [low, high],
     }

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks import vocabulary_job
 from tools.benchmarks.emulated import fitted_latency, simulated
-from tools.benchmarks.parts import Claim, Part, Row, Say, Spread, markdown_table, verdict
+from tools.benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
 if TYPE_CHECKING:
     from tools.benchmarks.emulated_engines import Contestant
@@ -27,7 +27,7 @@ _OUTPUT, _HELD_BY_S = 2.74, 0.06
 _WITHIN = 0.03
 # Twice what passes take elsewhere: what eight ranks on a few cores need to meet in a collective, the ranks of a real
 # pipeline do not, and S and T are short.
-_UNIT_S, _HOP_S = 0.040, 0.001
+_UNIT_S, _LATENCY_S = 0.040, 0.001
 
 _HOW = """\
 Measured as in "Throughput", 40 ms where the cost is 1, 8 ranks, costs F,I,W 1,1.1,0.75. The model has 32 layers and an
@@ -58,12 +58,12 @@ def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
     contestants, costs = [each.contestant for each in found], [each.costs for each in found]
     expected = sum(simulated(one.schedule, own, 0.0) for one, own in zip(contestants, costs, strict=True))
     say(f"vocabulary: {n} microbatches, about {expected * repetitions:.0f} s")
-    spreads = [Spread.of(each) for each in timed(contestants, costs, repetitions, 4 * expected * repetitions + 180)]
-    measured = zip(contestants, costs, spreads, strict=True)
-    ours = [(one.schedule, own, spread.median) for one, own, spread in measured if one.engine == "ours"]
+    timings = [Statistics.of(each) for each in timed(contestants, costs, repetitions, 4 * expected * repetitions + 180)]
+    measured = zip(contestants, costs, timings, strict=True)
+    ours = [(one.schedule, own, timing.median) for one, own, timing in measured if one.engine == "ours"]
     latency = fitted_latency(ours, _UNIT_S / 2)
-    for each, spread in zip(found, spreads, strict=True):
-        yield _row(each, spread, n, latency, repetitions)
+    for each, timing in zip(found, timings, strict=True):
+        yield _row(each, timing, n, latency, repetitions)
 
 
 def _costs(layers: int, *, shared: bool = False) -> Costs:
@@ -71,7 +71,7 @@ def _costs(layers: int, *, shared: bool = False) -> Costs:
     kept = _HELD_BY_S * layers / _RANKS, 0.0
     model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept)
     forward, input_grad, weight_grad = (_UNIT_S * time for time in _TIMES)
-    return Costs(forward, input_grad, weight_grad, _HOP_S, model=model, shared_vocabulary=shared)
+    return Costs(forward, input_grad, weight_grad, _LATENCY_S, model=model, shared_vocabulary=shared)
 
 
 def _entries(n: int) -> list[_Entry]:
@@ -100,7 +100,7 @@ def _entries(n: int) -> list[_Entry]:
     return found
 
 
-def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int) -> dict[str, object]:
+def _row(entry: _Entry, timing: Statistics, n: int, latency: float, repetitions: int) -> dict[str, object]:
     schedule = entry.contestant.schedule
     timeline = simulate(schedule, entry.costs)
     work, expected = timeline.ideal, simulated(schedule, entry.costs, latency)
@@ -111,12 +111,12 @@ def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int
         "microbatches": n,
         "repetitions": repetitions,
         "latency_seconds": latency,
-        "seconds": round(spread.median, 4),
-        "low": round(spread.low, 4),
-        "high": round(spread.high, 4),
-        "over_work": round(spread.median / work, 4),
+        "seconds": round(timing.median, 4),
+        "low": round(timing.low, 4),
+        "high": round(timing.high, 4),
+        "over_work": round(timing.median / work, 4),
         "simulated_over_work": round(expected / work, 4),
-        "error": round(spread.median / expected - 1, 4),
+        "error": round(timing.median / expected - 1, 4),
         "memory": timeline.peak / _RANKS,
     }
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.integration.flags.check import planned_job, validate
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
-from megatron.schedules.job.spec import JobSpec, StockRecompute
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemoryLimit, MemorySaving
 from megatron.schedules.utils.errors import PlanError
 

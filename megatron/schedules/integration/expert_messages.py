@@ -155,7 +155,7 @@ class ExpertMessages:
         """Returns DeepEP's ``buffer``, or one that runs weight gradients before stock waits for its messages."""
         return buffer if self._run_ahead is None else _Buffer(buffer, self._run_ahead)
 
-    def beside(self, call: Callable[[], tuple[Any, ...]], sent: int) -> tuple[Any, ...]:
+    def on_own_stream(self, call: Callable[[], tuple[Any, ...]], sent: int) -> tuple[Any, ...]:
         """Calls a message of HybridEP of ``sent`` bytes, which runs on the current stream: here on one of its own.
 
         The host may wait inside the call until the message has ended, so weight gradients are queued before it. The
@@ -177,7 +177,7 @@ class ExpertMessages:
 
 
 class HybridBuffer:
-    """HybridEP's buffer with messages beside weight gradients.
+    """HybridEP's buffer, whose messages overlap with weight gradients.
 
     Args:
         buffer: HybridEP's own.
@@ -190,13 +190,13 @@ class HybridBuffer:
 
     def dispatch_with_permute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
         call = partial(self._buffer.dispatch_with_permute, hidden=hidden, **named)
-        results = self._messages.beside(call, max(hidden.nbytes, self._received))
+        results = self._messages.on_own_stream(call, max(hidden.nbytes, self._received))
         self._received = results[0].nbytes
         return results
 
     def combine_with_unpermute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
         call = partial(self._buffer.combine_with_unpermute, hidden=hidden, **named)
-        return self._messages.beside(call, hidden.nbytes)
+        return self._messages.on_own_stream(call, hidden.nbytes)
 
 
 class _Buffer:

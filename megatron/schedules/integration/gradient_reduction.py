@@ -40,7 +40,7 @@ class GradientReduction:
         self._paced = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self._queue: deque[tuple[Any, Callable[[], None]]] = deque()
         self._missing: dict[Any, set[Tensor]] = {}
-        self._later: set[Tensor] = set()
+        self._incomplete: set[Tensor] = set()
         self._pace = self._left = 0
         for group in chain(*self._groups):
             # Stock's hooks call this after a gradient is accumulated. An instance attribute overrides the method.
@@ -67,10 +67,10 @@ class GradientReduction:
             passes_left: number of passes of this rank that follow.
             later: parameters whose last gradients come in a later pass, see :meth:`arriving`.
         """
-        self._later.update(later)
-        for group in sorted(self._groups[chunk], key=lambda group: not self._later.isdisjoint(group.params)):
+        self._incomplete.update(later)
+        for group in sorted(self._groups[chunk], key=lambda group: not self._incomplete.isdisjoint(group.params)):
             force = self._chunks[chunk].force_all_reduce
-            wanted = set(group.params) if late is None else self._later.union(late)
+            wanted = set(group.params) if late is None else self._incomplete.union(late)
             self._missing[group] = wanted.intersection(group.params)
             self._queue.append((group, partial(group.start_grad_sync, force_all_reduce=force)))
         self._pace = -(-len(self._queue) // (1 + passes_left)) if self._paced else len(self._queue)
@@ -79,7 +79,7 @@ class GradientReduction:
 
     def arriving(self, parameters: Collection[Tensor]) -> None:
         """Announces the pass that completes the gradients of ``parameters``, if it is not the layers' last."""
-        self._later.difference_update(parameters)
+        self._incomplete.difference_update(parameters)
 
     def complete(self, chunk: int) -> None:
         """Ends the chunk's passes, even if some parameters received no gradient."""
@@ -98,7 +98,7 @@ class GradientReduction:
             group.__dict__.pop("register_grad_ready", None)
 
     def _ready(self, group: Any, parameter: Tensor, *_: Any, **__: Any) -> None:
-        if group in self._missing and parameter not in self._later:
+        if group in self._missing and parameter not in self._incomplete:
             self._missing[group].discard(parameter)
             self._start()
 

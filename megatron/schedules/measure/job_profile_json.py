@@ -16,8 +16,8 @@ from megatron.schedules.utils.json_files import (
     Amount,
     Count,
     Form,
-    Hop,
     Index,
+    LinkLatency,
     Name,
     Portion,
     check_length,
@@ -96,7 +96,7 @@ class JobProfileForm(FactsForm, frozen=True, kw_only=True):
     replicas: Count
     times_in: Literal["ms"] = "ms"
     stages: tuple[StageForm, ...]
-    latencies: tuple[Hop, ...]
+    latencies: tuple[LinkLatency, ...]
     copy_gbps: CopyRates | UnsetType = UNSET
     messages_exposed: Portion | UnsetType = UNSET
 

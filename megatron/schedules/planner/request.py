@@ -66,6 +66,13 @@ class Request:
         """Decoder layers of each stage; None if the model is unknown."""
         return self.costs.layers_on(placement, self.decisions)
 
+    def peak_bytes(self, timeline: Timeline) -> float | None:
+        """Peak activation memory of the worst rank in ``timeline``, bytes; None if the model's sizes are unknown."""
+        memory, counts = self.costs.memory, self.layers_on(timeline.schedule.placement)
+        if memory is None or counts is None:
+            return None
+        return max(activation_bytes(timeline.schedule, timeline.costs, memory, counts))
+
     def allows(self, timeline: Timeline) -> bool:
         """Checks that a plan keeps within the memory limit."""
         if self.memory_limit is None:

@@ -22,7 +22,6 @@ from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import AUTO, named_within, with_own_saving
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -125,10 +124,7 @@ class Plan:
     @property
     def peak_bytes(self) -> float | None:
         """Peak activation memory of the worst rank, bytes; None if the sizes of the model are unknown."""
-        memory, counts = self.request.costs.memory, self.request.layers_on(self.schedule.placement)
-        if memory is None or counts is None:
-            return None
-        return max(activation_bytes(self.schedule, self.costs, memory, counts))
+        return self.request.peak_bytes(self.timeline)
 
     @cached_property
     def lower_bound(self) -> float | None:

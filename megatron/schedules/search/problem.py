@@ -145,7 +145,7 @@ def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
     needs it.
     """
     stage, kind, m = work
-    before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
+    before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _SAVING_AROUND[kind])
     return [Pass(stage, each, m) for each in (*before, *(KINDS[kind].parts or (kind,)), *after)]
 
 
@@ -159,7 +159,7 @@ def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
     )
 
 
-_BESIDE = {kind: _other_saving(kind) for kind in KINDS}
+_SAVING_AROUND = {kind: _other_saving(kind) for kind in KINDS}
 
 
 def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:

@@ -35,7 +35,7 @@ Index = Annotated[int, Meta(ge=0, le=_LARGEST)]
 # Characters that XML forbids are excluded, because names are drawn. Both Python and JSON Schema readers understand the
 # end of the pattern.
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f\ufffe\uffff]*(?![\s\S])")]
-Hop = tuple[Index, Index, Amount]
+LinkLatency = tuple[Index, Index, Amount]
 """Latency of a message: from rank, to rank, time."""
 
 
@@ -114,7 +114,7 @@ def check_length(values: Sequence[Any], length: int, at: str, of: str) -> None:
         raise PlanError(f"{at} must have {length} values, one for each {of}, not {len(values)}")
 
 
-def read_latencies(latencies: Iterable[Hop], ranks: int, at: str) -> dict[tuple[int, int], float]:
+def read_latencies(latencies: Iterable[LinkLatency], ranks: int, at: str) -> dict[tuple[int, int], float]:
     """Returns latencies by pair of ranks; raises :class:`.PlanError` for invalid ranks and for duplicate pairs."""
     found: dict[tuple[int, int], float] = {}
     for index, (source, to, latency) in enumerate(latencies):

@@ -17,7 +17,6 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -65,10 +64,7 @@ class Planner:
 
     def peak_bytes(self, timeline: Timeline) -> float | None:
         """Peak activation memory of the worst rank in ``timeline``, bytes; None if the model's sizes are unknown."""
-        memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
-        if memory is None or counts is None:
-            return None
-        return max(activation_bytes(timeline.schedule, timeline.costs, memory, counts))
+        return self._request.peak_bytes(timeline)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Schedule of all ranks for ``num_microbatches`` in training."""

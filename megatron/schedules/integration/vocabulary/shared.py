@@ -113,7 +113,7 @@ class SharedVocabulary:
         self._embedded: dict[int, Tensor] = {}
         self._chains = {
             Op.EMBED: self._embed,
-            Op.OUTPUT: self._spread,
+            Op.OUTPUT: self._broadcast_hidden,
             Op.SUM: self._sum,
             Op.WEIGH: self._weigh,
             Op.EMBED_BACK: self._embed_back,
@@ -199,7 +199,7 @@ class SharedVocabulary:
 
         return chain
 
-    def _spread(self, microbatch: int) -> Chain:
+    def _broadcast_hidden(self, microbatch: int) -> Chain:
         hidden, labels = self._ends.pop(microbatch, (None, None))
 
         def chain() -> Tensor:
