@@ -101,7 +101,7 @@ def against(profile: JobProfile, ranks: Any, *, strict: bool) -> Row:
     if not all(stage.held > 0 for stage in profile.stages):
         fault = fault or "no bytes were counted on some stage"
     if not profile.latencies:
-        fault = fault or "no hop was measured"
+        fault = fault or "no link latency was measured"
     rates = profile.copy_gbps
     return {
         "stages": len(profile.stages),
