@@ -72,7 +72,7 @@ def size_flags(command: Command) -> Command:
             _shared("vocabulary-parallel", "Needs --model or a profile of it."),
             _shared("costs", "1,1,1,0 without this flag and --model."),
             _shared("memory-limit", "GiB need a cost profile; auto is for training."),
-            _shared("save-memory", "GB/S needs a cost profile."),
+            _shared("save-memory", "GB/S needs --costs in milliseconds, and --model or a profile."),
             click.option(
                 "--output",
                 metavar="FILE",
