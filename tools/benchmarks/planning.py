@@ -198,7 +198,8 @@ schedule.
 The same size and costs, with recompute or with copies of activations to host memory. "0.5" says that a copy one way
 takes half as long as all computing of the same layers. The figures are the share of the iteration time that is not
 useful computing: idle time and recompute (without recompute this is the bubble). In brackets: the share of the layers
-that is recomputed or offloaded. "Without" is of the longest search above, the others of the default one.
+that is recomputed or offloaded. "Without" is of the longest search above, the others of one of 8 s
+(`MEGATRON_SCHEDULES_SEARCH_SECONDS=8`), which chooses shares with more effort than the default.
 
 {table.saved(cells.saved, curve, kept.find)}
 ## Random sizes and costs
