@@ -25,7 +25,7 @@ from tests.tools import gpu_pieces
 from tests.waiting import HANGS_S
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests import __main__ as program
-from tools.gpu_tests import comparing, needs, report
+from tools.gpu_tests import comparing, needs, one_gpu, report
 from tools.gpu_tests.layouts import layout_of
 from tools.gpu_tests.pieces import FAULT, LAYOUTS, PIECES, Setting, chosen, lacking
 from tools.gpu_tests.ranks import run_ranks
@@ -44,6 +44,15 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 # Pieces
+
+
+def test_the_piece_about_memory_names_every_row_of_the_benchmark(monkeypatch: pytest.MonkeyPatch):
+    sizes = {"pipeline_size": 2, "planned_bytes": [100, 200], "measured_bytes": [100, 250], "worst_error": 0.25}
+    rows = [{"schedule": "v-min"} | sizes, {"memory_saving": "recompute", "limit": 0.25} | sizes]
+    monkeypatch.setattr(one_gpu.memory, "measure", lambda quick, say: iter(rows))
+    found = list(one_gpu.memory_as_planned(ON_CPU))
+    assert [row["schedule"] for row in found] == ["v-min", "recompute within 25.0%"]
+    assert [row[FAULT] for row in found] == ["+25.0 % off the plan"] * 2
 
 
 @pytest.mark.parametrize(

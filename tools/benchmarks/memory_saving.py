@@ -119,12 +119,12 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     found = [
         Claim(
             f"With recompute and offload every rank holds what is planned, within {WITHIN:.0%}",
-            f"{worst['worst_error']:+.1%} at worst ({_named(worst)})",
+            f"{worst['worst_error']:+.1%} at worst ({named(worst)})",
             verdict(abs(worst["worst_error"]) <= WITHIN),
         )
     ]
     offloaded = [row for row in rows if any(row["host_bytes"])]
-    if off := {_named(row): row["reported_host_bytes"] / max(row["host_bytes"]) - 1 for row in offloaded}:
+    if off := {named(row): row["reported_host_bytes"] / max(row["host_bytes"]) - 1 for row in offloaded}:
         name = max(off, key=lambda name: abs(off[name]))
         found.append(
             Claim(
@@ -154,5 +154,6 @@ def section(rows: Sequence[Row]) -> str:
     return f"{how}\n\n{markdown_table(['within', *heads], table)}"
 
 
-def _named(row: Row) -> str:
+def named(row: Row) -> str:
+    """Names the memory saving and the limit of a row."""
     return f"{row['memory_saving']} within {row['limit']:.1%}"

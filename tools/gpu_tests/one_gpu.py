@@ -14,7 +14,7 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
-from tools.benchmarks import memory
+from tools.benchmarks import memory, memory_saving
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import BF16, FP32, compared, same_bits
 from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Skipped
@@ -204,7 +204,7 @@ def memory_as_planned(setting: Setting) -> Iterator[Row]:
         worst = max(range(len(found["measured_bytes"])), key=found["measured_bytes"].__getitem__)
         off = found["worst_error"]
         yield {
-            "schedule": found["schedule"],
+            "schedule": found["schedule"] if "schedule" in found else memory_saving.named(found),
             "ranks": found["pipeline_size"],
             "worst rank, MiB": found["measured_bytes"][worst] / 2**20,
             "planned, MiB": found["planned_bytes"][worst] / 2**20,
