@@ -195,16 +195,20 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
     found = replace(found, request=replace(found.request, memory_limit=limit))
     with many_plans(math.inf):  # the compiled code is loaded anyway
         named = tuple(named_within(replace(asked, memory_limit=None)))
-    found = replace(found, named=named)
-    request = replace(request, memory_limit=limit)
-    fitting = filter(request.allows, named)
+    return or_named(replace(found, named=named))
+
+
+def or_named(found: Plan) -> Plan:
+    """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter."""
+    request = replace(found.asked, memory_limit=found.request.memory_limit)
+    fitting = filter(request.allows, found.named)
     shorter = [line for line in fitting if line.makespan < (1 - _ROUNDING) * found.iteration_time]
     if not shorter:
         return found
     best = min(shorter, key=lambda line: line.makespan).schedule
     name, chunks = best.name, best.placement.chunks
     settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
-    return Plan(asked, settled, best, named)
+    return Plan(found.asked, settled, best, found.named)
 
 
 def _enough(request: Request) -> float:

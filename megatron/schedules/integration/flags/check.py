@@ -26,7 +26,7 @@ from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
-from megatron.schedules.planner.service import Plan, make_plan
+from megatron.schedules.planner.service import Plan, make_plan, or_named
 from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.decisions import Decisions
@@ -212,7 +212,7 @@ def _made_within(limited: LimitedRequest, quiet: bool) -> Plan:
         if held <= room:
             break
         settled = made(limited.within(plan.request, held), quiet)
-        room, plan = held, replace(settled, asked=plan.asked, named=plan.named)
+        room, plan = held, or_named(replace(settled, asked=plan.asked, named=plan.named))
     return plan
 
 
