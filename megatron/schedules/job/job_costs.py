@@ -26,10 +26,11 @@ def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
     settings, profile, custom = spec.settings, spec.profile, spec.custom_costs
     costs = profile.costs(spec.sizes.pipeline) if profile is not None else _times(spec)
     if spec.trained is not None:
-        if profile is not None and profile.facts.layers != spec.trained.build.shape.layers:
+        layers = spec.trained.build.shape.layers
+        if profile is not None and settings.costs is not None and profile.facts.layers != layers:
             raise PlanError(
-                f"{spec.flags['model']} has {spec.trained.build.shape.layers} layers, and {profile_name(spec)} was "
-                f"measured for {profile.facts.layers}"
+                f"{spec.flags['model']} has {layers} layers, and {settings.costs.text} was measured for "
+                f"{profile.facts.layers}"
             )
         costs = with_model(
             costs,
@@ -47,11 +48,6 @@ def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
         # Shares of memory in a file written by hand replace the model's bytes.
         costs = custom.added_to(replace(costs, memory=None) if custom.of_memory else costs)
     return _with_copies(spec, costs) if settings.saving.offload else costs
-
-
-def profile_name(spec: JobSpec) -> str:
-    """The cost file, as the user named it."""
-    return "" if spec.settings.costs is None else spec.settings.costs.text
 
 
 def rank_bytes(spec: JobSpec, costs: Costs) -> float | None:
