@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from megatron.core import parallel_state
@@ -57,7 +59,12 @@ def _loop(
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
     model_parallel_cuda_manual_seed(1)
-    done = trained(model_of(**options), calls, passes, **options)
+    chunks = model_of(**options)
+    models = [ref(chunk) for chunk in chunks]
+    done = trained(chunks, calls, passes, **options)
+    del chunks
+    gc.collect()
+    assert not any(model() for model in models), "a model that its loop drops is freed"
     torch.distributed.barrier()  # nobody takes its connections away while another still talks
     return done
 
@@ -150,12 +157,23 @@ def model_of(
 
 
 def trained(
-    chunks: list[Any], calls: Sequence[Call], passes: Counter[str], varied: bool = False, **_: Any
+    chunks: list[Any],
+    calls: Sequence[Call],
+    passes: Counter[str],
+    varied: bool = False,
+    frozen_first: str | None = None,
+    **_: Any,
 ) -> list[Done]:
-    """Calls the schedule function as verl does if samples are ``varied``, otherwise as megatron-core's quick start."""
+    """Calls the schedule function as verl does if samples are ``varied``, otherwise as megatron-core's quick start.
+
+    Parameters whose names contain ``frozen_first`` are trained from the second training call on.
+    """
     function = get_forward_backward_func()
-    done = []
+    done: list[Done] = []
     for call in calls:
+        for name, parameter in named_parameters(chunks):
+            if frozen_first is not None and frozen_first in name:
+                parameter.requires_grad_(not all(each.forward_only for each in calls[: len(done)]))
         for parameter in (each for chunk in chunks for each in chunk.parameters()):
             parameter.grad = None
         for chunk in chunks:

@@ -222,7 +222,7 @@ def _held(model: torch.nn.Module, name: str, x: Tensor) -> int:
     meter = ActivationMeter(model.parameters())
     store = WeightGradients(meter)
     split_te_linears(model, store)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         helpers.loss(forward_of(model, name)(x)).backward()
     held = meter.current
     store.run(0, 0)
@@ -241,7 +241,7 @@ def offloaded(name: str) -> list[int]:
         offloads, hooks = Offloads(copies), helpers.MainGrads(model, torch.float32)
         split_te_linears(model, store)
         forward = forward_of(model, name)
-        with store.split(0, 0):
+        with store.input_gradient(0, 0):
             if moved:
                 with offloads.forward(0, 0), offloads.saving():
                     y = forward(x)

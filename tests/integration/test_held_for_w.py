@@ -96,7 +96,7 @@ def _held() -> dict[tuple[str, bool, bool], float]:
                     store = WeightGradients(meter)
                     assert bind(layer, store) == 4
                     x = torch.randn(TOKENS // RANKS if sequence_parallel else TOKENS, 1, HIDDEN, requires_grad=True)
-                    with store.split(0, 0):
+                    with store.input_gradient(0, 0):
                         output = layer(x)
                         output.backward(torch.randn_like(output))
                     found[make.__name__, sequence_parallel, fused] = meter.current / (4 * TOKENS * HIDDEN)

@@ -49,10 +49,12 @@ def _te_gathers() -> None:
     for form, in_i in zip(_forms(), (1, 3), strict=True):
         model, log = _te_block(), list[str]()
         store = bound(model)
-        with store.split(0, 0), form:
-            loss = helpers.loss(model(x))
+        with form:
+            with store.split(0, 0):
+                loss = helpers.loss(model(x))
             with recorded(log):
-                loss.backward()
+                with store.input_gradient(0, 0):
+                    loss.backward()
                 # The input of head, the output gradient of down, the input of up.
                 gathers = log.count("blocking gather") + log.count("gather")
                 assert gathers == in_i, log
@@ -74,7 +76,7 @@ def _another_make() -> None:
 
     model = linear("Linear", 8, 8, parallel_mode="column", sequence_parallel=True, **tensor_parallel())
     store = bound(model)
-    with store.split(0, 0), mock.patch.object(_Call, "put", neither_part_nor_whole):
+    with store.input_gradient(0, 0), mock.patch.object(_Call, "put", neither_part_nor_whole):
         loss = helpers.loss(model(*helpers.inputs_of(1, torch.float32, True)))
         with pytest.raises(RuntimeError, match=r"put off a weight gradient of 11 rows of input and 24 of the output's"):
             loss.backward()
@@ -130,7 +132,7 @@ def _hidden(te: bool, sequence_parallel: bool) -> None:
         (split_te_linears if te else split_linears)(model, store)
         hooks = helpers.MainGrads(model, torch.float32)
         (x,) = helpers.inputs_of(1, torch.float32, sequence_parallel)
-        with store.split(0, 0):
+        with store.input_gradient(0, 0):
             loss = helpers.loss(model(x))
             with recorded(log):
                 loss.backward()
@@ -169,7 +171,7 @@ def _held(make: Callable[[], Any]) -> None:
     store = WeightGradients(meter)
     bind(model, store)
     (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         helpers.loss(model(x)).backward()
     tokens = SEQUENCE * BATCH * 4
     # Of this rank's tokens: the input and output's gradient of up, down and head, of which those of all ranks' tokens
@@ -199,7 +201,7 @@ def _prefetch_ahead() -> None:
     model, store = helpers.block(sequence_parallel=True), WeightGradients()
     split_linears(model, store)
     (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         helpers.loss(model(x)).backward()
 
     def logged_product(*arguments: Any) -> Tensor:

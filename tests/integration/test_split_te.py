@@ -74,7 +74,7 @@ def grouped_linears() -> None:
 def the_idle_expert_gets_zeros() -> None:
     model = Experts(second=0)
     store = bound(model)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
     assert model.up.weight1.grad is None, "what the backward reports for it is not filled yet"
     store.run(0, 0)
@@ -91,7 +91,7 @@ def grouped_memory_to_be_filled_is_not_held() -> None:
 
     model = Experts()
     store, before = bound(model), of_weights()
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         output = helpers.loss(model(*helpers.inputs_of(1, torch.float32)))
         output.backward()
     # The graph is still there, and with it what stood for the weights.
@@ -128,7 +128,7 @@ def grouped_tensors_are_counted_and_watched() -> None:
     model = linear("GroupedLinear", 2, 8, 16)
     meter = ActivationMeter(model.parameters())
     store = bound(model, meter)
-    with store.split(0, 0), _handed_over(in_storages):
+    with store.input_gradient(0, 0), _handed_over(in_storages):
         helpers.loss(model(*(x.view(-1, 8) for x in helpers.inputs_of(1, torch.float32)), splits)).backward()
     assert meter.current == 4 * rows * (8 + 16)
     seen[0].add_(1)
@@ -156,7 +156,7 @@ def hooks_fire_in_w() -> None:
     for fused in (False, True):
         model = Block(fuse_wgrad_accumulation=fused)
         store, hooks = bound(model), helpers.MainGrads(model, torch.float32)
-        with store.split(0, 0):
+        with store.input_gradient(0, 0):
             helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
         # The row parallel linear adds its bias after its reduction; that gradient is autograd's, as a norm's is.
         with_i = {"up.layer_norm_weight", "up.layer_norm_bias", "down.bias"}
@@ -176,7 +176,7 @@ def frozen_parameters() -> None:
     experts.up.weight0.requires_grad_(False)
     for models, waiting in ((model, 2), (experts, 1)):
         store = bound(models)
-        with store.split(0, 0):
+        with store.input_gradient(0, 0):
             helpers.loss(models(*helpers.inputs_of(1, torch.float32))).backward()
         assert store.waiting(0, 0) == waiting, "a frozen weight has no W"
         store.run(0, 0)
@@ -210,7 +210,7 @@ def a_whole_backward_of_the_first_microbatch_adds_to_the_others() -> None:
         store, _ = bound(model), helpers.MainGrads(model, torch.float32)
         first, second = helpers.inputs_of(2, torch.float32)
         output = model(first)
-        with store.split(0, 1) if split else nullcontext():
+        with store.input_gradient(0, 1) if split else nullcontext():
             other = helpers.loss(model(second))
             if split:
                 other.backward()
@@ -276,7 +276,7 @@ def a_module_is_itself_after_its_forward() -> None:
 def bound_again_to_a_newer_store() -> None:
     model = Block()
     older, newer = bound(model), bound(model)
-    with newer.split(0, 0):
+    with newer.input_gradient(0, 0):
         helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
     assert (older.waiting(0, 0), newer.waiting(0, 0)) == (0, 3)
     newer.run(0, 0)
@@ -306,7 +306,7 @@ def kept_whole() -> None:
     model.head.forward = lambda *arguments: replaced(*arguments)
     store = bound(model)
     assert [is_split(linear) for linear in (model.up, model.down, model.head)] == [True, True, False]
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
     assert store.waiting(0, 0) == 0
     assert all(p.grad is not None for p in model.parameters())
@@ -331,7 +331,7 @@ def memory_is_flat() -> None:
         (x,) = helpers.inputs_of(1, torch.float32)
         with store.split(0, m), meter.recording():
             loss = helpers.loss(model(x))
-        with meter.recording():
+        with store.input_gradient(0, m), meter.recording():
             loss.backward()
         del loss, x
         held.append(meter.current)
@@ -353,8 +353,9 @@ def a_gradient_that_was_not_delayed_is_no_secret() -> None:
     store = bound(model)
     with store.split(0, 0), mock.patch.object(_Call, "delay_wgrad_compute", lambda self: False):
         y = model(*helpers.inputs_of(1, torch.float32))
-    with pytest.raises(
-        RuntimeError, match=rf"Transformer Engine {VERSION} did not delay the weight gradient of a Mega"
+    with (
+        pytest.raises(RuntimeError, match=rf"Transformer Engine {VERSION} did not delay the weight gradient of a Mega"),
+        store.input_gradient(0, 0),
     ):
         helpers.loss(y).backward()
 

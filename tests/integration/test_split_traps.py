@@ -49,7 +49,8 @@ def frozen_parameters() -> None:
     split_linears(model, store)
     with store.split(0, 0):
         y = model(*helpers.inputs_of(1, torch.float32))
-    helpers.loss(y).backward()
+    with store.input_gradient(0, 0):
+        helpers.loss(y).backward()
     assert store.waiting(0, 0) == 2, "a frozen weight has no W"
 
 
@@ -157,7 +158,8 @@ def hooks_fire_under_fused_accumulation_while_a_meter_counts() -> None:
                 with meter.recording() if metered else nullcontext():
                     with nullcontext() if whole else store.split(0, m):
                         loss = helpers.loss(model(x))
-                    loss.backward()
+                    with nullcontext() if whole else store.input_gradient(0, m):
+                        loss.backward()
                 if not whole:
                     store.run(0, m)
             assert kernels.calls == {"fp32": 6, "fp16": 0} and meter.current == 0
@@ -188,7 +190,7 @@ def memory_is_flat() -> None:
         with store.split(0, m), meter.recording():
             y = model(x)
             loss = helpers.loss(y)
-        with meter.recording():
+        with store.input_gradient(0, m), meter.recording():
             loss.backward()
         del y, loss, x
         # What the graph held for the linears lives on from I to W: three inputs and three output gradients.
@@ -224,7 +226,7 @@ def kept_whole() -> None:
         "sequence_parallel": False,
         "tp_group": None,
     }
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         model.up._forward_impl(input=x, weight=model.up.weight * 2, **arguments).sum().backward()
     assert model.up.weight.grad is not None, "a weight that is not a leaf gets its gradient in the backward"
     assert store.waiting(0, 0) == 0
@@ -249,7 +251,7 @@ def the_class_is_left_alone() -> None:
     assert split_linears(model, first) == split_linears(model, second) == 3
     assert is_split(model.up) and not is_split(model.norm)
     (x,) = helpers.inputs_of(1, torch.float32)
-    with first.split(0, 0), second.split(0, 0):
+    with first.split(0, 0), second.input_gradient(0, 0):
         helpers.loss(model(x)).backward()
     assert (first.waiting(0, 0), second.waiting(0, 0)) == (0, 3), "bound anew, not bound twice"
     assert list(model.state_dict()) == before
@@ -266,7 +268,8 @@ def write_between_i_and_w() -> None:
     with store.split(0, 0):
         y = model(x)
     gradient = torch.ones_like(y)
-    torch.autograd.backward(y, gradient)
+    with store.input_gradient(0, 0):
+        torch.autograd.backward(y, gradient)
     gradient.mul_(2)
     with pytest.raises(RuntimeError, match="modified in place after its I"):
         store.run(0, 0)

@@ -113,7 +113,7 @@ class PlainStages:
         return x.grad if stage else None
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        with self.store.split(stage, microbatch):
+        with self.store.input_gradient(stage, microbatch):
             return self.backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:

@@ -116,7 +116,7 @@ class SharingStages:
         return activation.grad
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        with self.store.split(stage, microbatch):
+        with self.store.input_gradient(stage, microbatch):
             return self.backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:

@@ -38,7 +38,7 @@ def test_what_can_compute_ahead_does_so_once_and_holds_nothing_from_then_on():
     log: list[str] = []
     meter = ActivationMeter()
     store = WeightGradients(meter)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         store.compute_ahead((0, 0))
         _Settling(log, "a").defer(store, 0)
         assert meter.current == 40
@@ -58,7 +58,7 @@ def test_what_had_nothing_to_hide_behind_waits_and_says_what_it_holds(end: str):
     log: list[str] = []
     meter = ActivationMeter()
     store = WeightGradients(meter)
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         _Settling(log, "a").defer(store, 0)
         if end == "the next":
             store.defer((0, 0), lambda: None)
@@ -72,20 +72,20 @@ def test_what_had_nothing_to_hide_behind_waits_and_says_what_it_holds(end: str):
 def test_nothing_is_added_to_a_parameter_ahead_of_what_waits_to_be():
     log: list[str] = []
     store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(1))
-    with store.split(0, 0):
+    with store.input_gradient(0, 0):
         _Settling(log, "a").defer(store, 0, weight)
         _Settling(log, "b").defer(store, 0, weight)
         store.compute_ahead((0, 0))
-    with store.split(0, 1):
+    with store.input_gradient(0, 1):
         _Settling(log, "c").defer(store, 1, weight)
         store.compute_ahead((0, 1))
     assert log == ["a waits", "b waits", "c waits"]
     store.run(0, 0)
     store.run(0, 1)
-    with store.split(0, 2):
+    with store.input_gradient(0, 2):
         _Settling(log, "d").defer(store, 2, weight)
         store.compute_ahead((0, 2))
-    with store.split(0, 3):
+    with store.input_gradient(0, 3):
         _Settling(log, "e").defer(store, 3, weight)
         store.compute_ahead((0, 3))
     assert log[-2:] == ["d ahead", "e ahead"], "what was computed adds no more"
@@ -94,7 +94,7 @@ def test_nothing_is_added_to_a_parameter_ahead_of_what_waits_to_be():
 def test_a_held_tensor_that_was_written_to_before_it_computes_ahead_is_an_error():
     log: list[str] = []
     store, settling = WeightGradients(), _Settling(log, "a")
-    with pytest.raises(RuntimeError, match=r"\(10,\) held for 0W4 was modified"), store.split(0, 4):
+    with pytest.raises(RuntimeError, match=r"\(10,\) held for 0W4 was modified"), store.input_gradient(0, 4):
         settling.defer(store, 4)
         settling.held.add_(1)
         store.compute_ahead((0, 4))

@@ -89,7 +89,7 @@ class Job:
             self.recomputes.run(0, m)
 
     def I(self, m: int) -> None:  # noqa: E743, N802
-        with self.store.split(0, m):
+        with self.store.input_gradient(0, m):
             self._open.pop(m).backward()
 
     def W(self, m: int) -> None:  # noqa: N802

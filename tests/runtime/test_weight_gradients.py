@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.weight_gradients import _GRAPHS, Closure, WeightGradients
+from megatron.schedules.runtime.weight_gradients import Closure, WeightGradients
 
 
 def _count_hooks(parameter: Tensor, seen: list[Tensor]) -> object:
@@ -270,7 +270,7 @@ def test_which_closures_there_are_may_change_with_every_microbatch():
     store = WeightGradients()
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(8)]
     expected = [0.0] * len(weights)
-    for microbatch in range(3 * _GRAPHS):
+    for microbatch in range(300):
         with store.split(0, microbatch):
             pass
         for index, weight in enumerate(weights):
@@ -280,6 +280,41 @@ def test_which_closures_there_are_may_change_with_every_microbatch():
                 store.defer((0, microbatch), lambda gradient=gradient: [gradient], parameters=[weight])
         store.run(0, microbatch)
     assert [0.0 if weight.grad is None else weight.grad.item() for weight in weights] == expected
+
+
+def test_a_parameter_that_is_frozen_at_first_gets_its_gradient_once_it_is_trained():
+    store, weight, bias = WeightGradients(), torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    for microbatch, trained in enumerate((False, True, False)):
+        bias.requires_grad_(trained)
+        _w_of(store, lambda: [torch.ones(2), torch.ones(1)], microbatch, parameters=[weight, bias])
+    assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]
+    assert bias.grad is not None and bias.grad.tolist() == [1.0]
+
+
+def test_a_parameter_has_the_hooks_and_the_dtype_that_it_has_now():
+    store, seen = WeightGradients(), list[Tensor]()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    older: Any = _count_hooks(weight, seen)
+    _w_of(store, lambda: [torch.full((2,), 0.1, dtype=torch.float64)], parameters=[weight])
+    del older
+    weight.data = weight.data.double()
+    newer = _count_hooks(weight, seen)
+    _w_of(store, lambda: [torch.full((2,), 0.1, dtype=torch.float64)], parameters=[weight])
+    assert [gradient.dtype for gradient in seen] == [torch.float32, torch.float64], "one hook each, none of before"
+    assert seen[1].tolist() == [0.1, 0.1]
+    del newer
+
+
+def test_a_parameter_is_not_kept_alive():
+    store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(2))
+    with store.split(0, 0):
+        leaf = store.leaves.add((0, 0), weight)
+    store.defer((0, 0), lambda: [torch.ones(2)], parameters=[weight])
+    store.run(0, 0)
+    alive = weakref.ref(weight), weakref.ref(leaf)
+    del weight, leaf
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
 
 
 def test_after_a_closure_that_fails_the_next_w_is_right():

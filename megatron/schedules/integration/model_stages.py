@@ -148,7 +148,7 @@ class MegatronStages(Stages):
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.I, stage, microbatch)
-        with self._store.split(stage, microbatch):
+        with self._store.input_gradient(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
         self._coming.ended(Kind.I, stage, microbatch)
         if self._budget is not None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-
-Key = tuple[int, int]
-"""(stage, microbatch)."""
+from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, engine
 
 Closure = Callable[[], Sequence[Tensor | None] | None]
 """Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
@@ -22,17 +20,15 @@ Closure = Callable[[], Sequence[Tensor | None] | None]
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
 
-# How many graphs are cached. A stage queues the same closures for each microbatch, but for experts without a token, and
-# for those that ran ahead of W.
-_GRAPHS = 256
-
 
 class WeightGradients:
     """Weight gradients that wait for their W, per (stage, microbatch), in the order in which their I queued them.
 
-    The engine opens a key with ``with store.split(stage, microbatch):`` round the forward, and again round the I (a
-    recomputed forward runs inside it). Operations that can split read :attr:`current` in their forward and call
-    :meth:`defer` in their backward; W is :meth:`run`. With :attr:`current` None nothing is split.
+    The engine opens a key with ``with store.split(stage, microbatch):`` round the forward, and with
+    ``store.input_gradient(stage, microbatch)`` round the I (a recomputed forward runs inside it). An operation that can
+    split reads :attr:`current` in its forward, and :attr:`leaves` instead of its parameters. Its backward calls
+    :meth:`defer` if :meth:`defers` is true, and otherwise computes all gradients. W is :meth:`run`. With
+    :attr:`current` None nothing is split.
 
     Args:
         meter: also counts the tensors of waiting closures; None (usual in training) counts nothing.
@@ -45,7 +41,7 @@ class WeightGradients:
         self._waiting: dict[Key, deque[_Deferred]] = {}
         # How many closures wait to add to a parameter.
         self._adding: Counter[int] = Counter()
-        self._graph = lru_cache(_GRAPHS)(_Graph)
+        self.leaves = ParameterLeaves()
         # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
         # own, which must see the key too. Passes of one rank never run at the same time.
         self._current: Key | None = None
@@ -57,15 +53,35 @@ class WeightGradients:
 
     @contextmanager
     def split(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Makes (stage, microbatch) current and opens it: a :meth:`run` must follow, even with nothing deferred."""
-        outer = self._current
-        self._current = (stage, microbatch)
-        self._waiting.setdefault(self._current, deque())
+        """Makes (stage, microbatch) current and opens it: a :meth:`run` must follow, even with nothing deferred.
+
+        A backward in it is user code's, and defers nothing.
+        """
+        with self._open((stage, microbatch)), self.leaves.forward():
+            yield
+
+    @contextmanager
+    def input_gradient(self, stage: int, microbatch: int) -> Iterator[None]:
+        """As :meth:`split`, round the engine's I, which defers."""
+        key = (stage, microbatch)
+        with self._open(key), self.leaves.input_gradient(key):
+            yield
+            self._settle_newest(self._queue(key))
+            for parameter, gradient in self.leaves.arrived(key):
+                self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
+
+    @contextmanager
+    def _open(self, key: Key) -> Iterator[None]:
+        outer, self._current = self._current, key
+        self._waiting.setdefault(key, deque())
         try:
             yield
-            self._settle_newest(self._waiting.get((stage, microbatch), deque()))
         finally:
             self._current = outer
+
+    def defers(self, key: Key) -> bool:
+        """Returns whether the backward that runs now is the engine's I of ``key``, and no backward of user code."""
+        return self.leaves.deferring == key
 
     def defer(
         self,
@@ -138,8 +154,9 @@ class WeightGradients:
         if then is not None and all(item.computed for item in queue):
             self.prefetch(*then)
         if queue:
-            self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue, then))
+            _backward([item.parameters for item in queue], partial(self._take_first, queue, then))
         del self._waiting[key]
+        self.leaves.close(key)
 
     def run_ahead(self, keys: Iterable[Key], flops: float) -> float:
         """Computes and accumulates single gradients of coming W's, in their order, until about ``flops`` are done.
@@ -171,7 +188,7 @@ class WeightGradients:
                     flops -= item.flops
                     # A forward's autocast does not concern W.
                     with torch.autocast(item.parameters[0].device.type, enabled=False):
-                        self._graph((item.parameters,)).backward(partial(self._take, item))
+                        _backward([item.parameters], partial(self._take, item))
                     item.finish()
         return flops
 
@@ -310,45 +327,42 @@ def _nothing() -> None:
     """Closure of what is done."""
 
 
-class _Graph:
-    """A backward that computes the gradients of a queue's closures, one closure after another.
+def _computed(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Closure of gradients that are there."""
+    return gradients
+
+
+def _backward(uses: Sequence[Sequence[Tensor]], compute: Closure) -> None:
+    """Runs a backward that computes the gradients of a queue's closures, one closure after another.
 
     A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So each
     gradient is accumulated, and its parameter's hooks run, before the next one is computed. Where closures share a
     parameter autograd adds up their gradients, and its hooks fire once. Gradients are cast to the parameter's dtype.
-    Building a graph takes some hundred microseconds, so all microbatches use the same.
+
+    The graph is made anew for each W: it holds what autograd knows of the parameters now, such as their hooks, their
+    dtype and whether they are trained, and it keeps none of them alive.
 
     Args:
         uses: the parameters of each closure, in order.
+        compute: returns the gradients of one closure after another.
     """
-
-    def __init__(self, uses: tuple[tuple[Tensor, ...], ...]) -> None:
-        self._compute: list[Closure] = []
-        device = next((parameter.device for parameters in uses for parameter in parameters), None)
-        following = torch.empty(0, device=device, requires_grad=True)
-        with torch.enable_grad():
-            for parameters in reversed(uses):
-                following = _Node.apply(self._compute, following, *parameters)
-        self._root, self._nothing = following, following.detach()
-
-    def backward(self, compute: Closure) -> None:
-        """Runs it; ``compute`` returns the gradients of one closure after another."""
-        self._compute.append(compute)
-        try:
-            torch.autograd.backward(self._root, self._nothing, retain_graph=True)
-        finally:
-            self._compute.pop()
+    device = next((parameter.device for parameters in uses for parameter in parameters), None)
+    start = following = torch.empty(0, device=device, requires_grad=True)
+    with torch.enable_grad():
+        for parameters in reversed(uses):
+            following = _Node.apply(compute, following, *parameters)
+    engine((following,), (start.detach(),), False, False, (), True, accumulate_grad=True)
 
 
 class _Node(torch.autograd.Function):
     """An empty output of a closure's parameters and of the node that follows, which gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, compute: list[Closure], following: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Closure, following: Tensor, *parameters: Tensor) -> Tensor:
         ctx.compute = compute
         ctx.set_materialize_grads(False)
         return following.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.compute[-1]() or ())
+        return None, None, *(ctx.compute() or ())

@@ -21,11 +21,11 @@ not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.utils import (
     get_tensor_model_parallel_group_if_none,
@@ -40,6 +40,15 @@ from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 # Attribute name in Megatron's language models.
 _OUTPUT = "output_layer"
 _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
+_Whole = stock.LinearWithGradAccumulationAndAsyncCommunication
+# What stock's Function is given, in order: versions differ. They are the parameters of a linear's forward too.
+_PARAMETERS = tuple(inspect.signature(_Whole.forward).parameters)[1:]
+_DEFAULTS = {
+    each.name: each.default
+    for each in inspect.signature(stock.linear_with_grad_accumulation_and_async_allreduce).parameters.values()
+    if each.default is not each.empty
+}
+_INPUT = 1 + _PARAMETERS.index("input")
 
 
 def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -110,50 +119,34 @@ class _ForwardImpl:
         whole: Tensor = self._stocks(input, weight, *args, **kwargs)
         return whole
 
-    def _split(
-        self,
-        key: Key,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        grad_output_buffer: list[Tensor] | None = None,
-        wgrad_deferral_limit: int | None = None,
-        tp_group: ProcessGroup | None = None,
-        gtp_remat_size: int = 1,
-    ) -> Tensor | None:
+    def _split(self, key: Key, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
+        given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+        weight, bias = given["weight"], given["bias"]
         splittable = (
             weight.requires_grad
             and weight.is_leaf
             and (bias is None or bias.is_leaf)
-            and gtp_remat_size == 1
+            and given.get("gtp_remat_size", 1) == 1
             and not hasattr(weight, "__fsdp_param__")
         )
         if not splittable:
             return None
-        if allreduce_dgrad or sequence_parallel:
-            tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        fusion = gradient_accumulation_fusion
         call = _Call(
             self._store,
             key,
             weight,
-            bias,
-            fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            tp_group,
+            bias if bias is not None and bias.requires_grad else None,
             row_parallel=isinstance(self._module, stock.RowParallelLinear),
             gathered_over=_scattered_over(self._module),
         )
-        # The Function gets no parameter that requires grad, so that I does not touch the parameters and their hooks. If
-        # the input needs no gradient either (everything before is frozen), autograd needs another reason to call the
-        # backward.
-        anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
-        return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
+        given["weight"] = leaf = self._store.leaves.add(key, weight)
+        if given["gradient_accumulation_fusion"] and hasattr(weight, "main_grad"):
+            leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
+        if call.bias is not None:
+            given["bias"] = self._store.leaves.add(key, call.bias)
+        given["tp_group"] = get_tensor_model_parallel_group_if_none(given["tp_group"])
+        return _SplitLinear.apply(call, *(given[name] for name in _PARAMETERS))
 
 
 def _hookable(weight: Any) -> Tensor:
@@ -188,105 +181,90 @@ def _scattered_over(linear: Any) -> ProcessGroup | None:
 
 
 class _Call(NamedTuple):
-    """Values that one use of a linear passes from its forward to its I and W.
+    """What one use of a linear passes from its forward to its I and W, besides what stock's Function keeps.
 
-    ``gathered_over`` are the ranks whose rows of the output's gradient are gathered before the linear's backward.
+    ``bias`` is None if there is none to train. ``gathered_over`` are the ranks whose rows of the output's gradient are
+    gathered before the linear's backward.
     """
 
     store: WeightGradients
     key: Key
     weight: Tensor
     bias: Tensor | None
-    fusion: bool
-    allreduce: bool
-    sequence_parallel: bool
-    group: ProcessGroup | None
     row_parallel: bool
     gathered_over: ProcessGroup | None
 
 
-class _SplitLinear(torch.autograd.Function):
-    """Stock's linear with a backward that computes only I and defers W to the store.
+class _SplitLinear(_Whole):
+    """Stock's linear, which in the engine's I computes only the input gradient and defers W to the store.
 
-    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out). Two dimensions,
-    (tokens, h), work too.
+    In every other backward it is stock's. Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism;
+    output (s, b, h_out). Two dimensions, (tokens, h), work too.
     """
 
     @staticmethod
-    @stock.custom_fwd
-    def forward(
-        ctx: Any, input: Tensor, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, call: _Call
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight)
+    def forward(ctx: Any, call: _Call, *given: Any) -> Tensor:
         ctx.call = call
-        total_input = input
-        if call.sequence_parallel:
-            assert call.group is not None
-            # Stock's shared buffer: the next linear may overwrite the gathered input, because it is not saved.
-            shape = [input.size(0) * call.group.size(), *input.shape[1:]]
-            total_input = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
-            stock.dist_all_gather_func(total_input, input, group=call.group)
-        output = _product(total_input, weight.t())
-        return output if bias is None else output + bias
+        output: Tensor = _Whole.forward(ctx, *given)
+        return output
 
     @staticmethod
     @stock.custom_bwd
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        input, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
+        if not call.store.defers(call.key):
+            return None, *_whole_backward(ctx, grad_output)
+        input, weight = ctx.saved_tensors
         grad_input = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[_INPUT]:
             # This rank's own gradient must stay allocated until it is reduced.
-            own = _product(grad_output, weight)
-            grad_input, reducing = _reduced(own, input, call)
+            own = grad_output.matmul(weight)
+            grad_input, reducing = _reduced(own, input, ctx)
             if reducing is not None:
                 call.store.compute_ahead(call.key)
                 reducing.wait()
-        work = _WeightGradient(call, input, grad_output)
+        work = _WeightGradient(ctx, input, grad_output)
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
         defer(call.store, call.key, work.product, work, parameters)
-        return grad_input, None, None, None, None
+        return None, grad_input, *(None,) * (len(_PARAMETERS) - 1)
 
 
-def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Computes ``rows @ matrix`` as one product of two matrices, for any strides of ``rows``.
-
-    ``torch.matmul`` does the same for a ``matrix`` that requires a gradient, as stock's weight does. For a detached
-    matrix it depends on the strides: it may multiply row by row if ``rows`` are a slice of a wider tensor, as in
-    multi-latent attention, or have a batch of one. The product uses ``_unsafe_view`` too: an ordinary view that leaves
-    an autograd Function could not be changed in place, as the logits are.
-    """
-    product = rows.flatten(0, -2).mm(matrix)
-    return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
+def _whole_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Stock's backward of a leaf's product, in which the weight's hooks run as without a leaf."""
+    grad_input, grad_weight, *others = _Whole.backward(ctx, grad_output)
+    if grad_weight is None and ctx.gradient_accumulation_fusion:
+        grad_weight = fused_gradient(ctx.call.weight, grad_output.dtype)
+    return grad_input, grad_weight, *others
 
 
-def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
+def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
     """Sums the input gradient over the tensor-parallel ranks, and scatters it if the input was gathered.
 
     Returns the gradient with the communication to wait for, or None.
     """
-    if call.sequence_parallel:
-        assert not call.allreduce
+    if ctx.sequence_parallel:
+        assert not ctx.allreduce_dgrad
         scattered = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        return scattered, stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group, async_op=True)
-    if call.allreduce:
-        return grad_input, torch.distributed.all_reduce(grad_input, group=call.group, async_op=True)
+        return scattered, stock.dist_reduce_scatter_func(scattered, grad_input, group=ctx.tp_group, async_op=True)
+    if ctx.allreduce_dgrad:
+        return grad_input, torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
     return grad_input, None
 
 
 class _WeightGradient:
     """W of one use of a linear: the closure that waits in the store."""
 
-    def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
-        self._call = call
-        self._dtype = input.dtype if call.fusion else None  # a tensor attribute is slow if functions are overridden
+    def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
+        call: _Call = ctx.call
+        self._call, fuses = call, bool(ctx.gradient_accumulation_fusion)
+        self._dtype = input.dtype if fuses else None  # a tensor attribute is slow if functions are overridden
         self.product = Product(
             self._compute,
             input,
             grad_output,
-            over=call.group if call.sequence_parallel else None,
+            over=ctx.tp_group if ctx.sequence_parallel else None,
             gathered_over=call.gathered_over,
-            ahead=call.row_parallel and call.fusion,
+            ahead=call.row_parallel and fuses,
         )
         # This runs inside backward, where custom_bwd has restored the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -296,11 +274,11 @@ class _WeightGradient:
         call = self._call
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         with self._as_in_forward():
-            if call.fusion:
+            if self._dtype is not None:
                 add_to_main_grad(call.weight, input, grad_output)
-            gradients = [None if call.fusion else grad_output.t().matmul(input)]
+            gradients = [None if self._dtype is not None else grad_output.t().matmul(input)]
             if call.bias is not None:
-                gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
+                gradients.append(grad_output.sum(dim=0))
         return gradients
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:

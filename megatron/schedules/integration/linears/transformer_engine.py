@@ -128,7 +128,7 @@ class _Forward:
             output = whole(module, *args, **kwargs)
         del accumulators
         if call.input_over is not None:
-            _leave_input_in_parts(output)
+            self._store.leaves.switch(key, _InputInParts(output))
         return _adding(output)
 
 
@@ -159,14 +159,20 @@ def _adding(output: Any) -> Any:
     return output
 
 
-def _leave_input_in_parts(output: Any) -> None:
-    """Keeps this call's backward from gathering its input, because W gathers it."""
-    for holder in _holders(output):
-        for flag in _TO_BE_GATHERED:
+class _InputInParts:
+    """Keeps a call's backward from gathering its input where it defers to W, which gathers it."""
+
+    def __init__(self, output: Any) -> None:
+        self._flags: list[tuple[Any, str]] = []
+        for holder in _holders(output):
             relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
             relied_on |= any(getattr(holder, name, False) for name in _QUANTIZED_AFTERWARDS)
-            if getattr(holder, flag, None) is True and not relied_on:
-                setattr(holder, flag, False)
+            if not relied_on:
+                self._flags += [(holder, flag) for flag in _TO_BE_GATHERED if getattr(holder, flag, None) is True]
+
+    def __call__(self, defers: bool) -> None:
+        for holder, flag in self._flags:
+            setattr(holder, flag, not defers)
 
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -196,9 +202,11 @@ def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
     own = module.__dict__
     kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
     own.update(dict.fromkeys(kept, False) | call.leaves, wgrad_store=call)
+    call.in_forward = True
     try:
         yield
     finally:
+        call.in_forward = False
         own.update(kept)
         for name in call.leaves:
             del own[name]
@@ -212,7 +220,11 @@ class _Call:
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        self.leaves: dict[str, Any] = {n: te_operands.leaf_of(p) for n, p in (weights | biases).items()}
+        # W itself looks for the gradients of biases, which are there in I for some operands.
+        self.leaves: dict[str, Any] = {
+            name: store.leaves.add(key, parameter, te_operands.leaf_of(parameter), collected=name in weights)
+            for name, parameter in (weights | biases).items()
+        }
         if self.fused:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
@@ -226,18 +238,22 @@ class _Call:
         # Whether the output's gradient is gathered in a userbuffer.
         self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
         self._store, self._key, self._name = store, key, type(module).__name__
-        self._deferred = False
+        self.in_forward = self._deferred = False
 
     def listen(self) -> list[Any]:
         """Makes :meth:`_arrived` run after every backward, for any gradients of the weights. Keep the result alive."""
         accumulators = []
-        for name in self.weights:
+        for name, weight in self.weights.items():
             leaf = self.leaves[name]
             accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])
-            accumulators[-1].register_hook(partial(self._arrived, leaf))
+            accumulators[-1].register_hook(partial(self._arrived, leaf, weight))
         return accumulators
 
-    def _arrived(self, leaf: Tensor, *_: Any) -> None:
+    def _arrived(self, leaf: Tensor, weight: Tensor, *_: Any) -> None:
+        if not self._store.defers(self._key):
+            if self.fused and leaf.grad is None:
+                leaf.grad = fused_gradient(weight, weight.dtype)  # so that the weight's hooks run
+            return
         leaf.grad = None
         if not self._deferred:
             raise RuntimeError(
@@ -246,8 +262,8 @@ class _Call:
             )
 
     def delay_wgrad_compute(self) -> bool:
-        """Tells Transformer Engine, in forward and backward, to call :meth:`put`."""
-        return True
+        """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
+        return self.in_forward or self._store.defers(self._key)
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         """Receives the deferred weight gradient from Transformer Engine's backward.

@@ -1,0 +1,191 @@
+"""Leaves that take parameters' places in split forwards, and backwards that user code runs itself.
+
+A split operation must not lead autograd to its parameters: I would run their hooks without their gradients. So it reads
+a leaf with the same memory instead. In the engine's I the leaf gets nothing, because the operation defers its weight
+gradient. A forward, a loss or a hook may run a backward of its own: an adversarial step, a gradient penalty, the
+gradient of each of several losses at a weight. That one defers nothing. What arrives at a leaf then belongs to its
+parameter, and whoever asks for the parameter's gradient gets the leaf's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward as engine
+
+Key = tuple[int, int]
+"""(stage, microbatch)."""
+
+Switch = Callable[[bool], None]
+"""Prepares a backward that defers its weight gradients, or one that does not."""
+
+
+class _Leaf(NamedTuple):
+    parameter: Tensor
+    leaf: Tensor
+    collected: bool
+
+
+class ParameterLeaves:
+    """Leaves of split forwards, per (stage, microbatch), from the forward until W.
+
+    Attributes:
+        deferring: whose engine's I runs, and in it no backward of user code; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.deferring: Key | None = None
+        self._leaves: dict[Key, list[_Leaf]] = {}
+        self._switches: dict[Key, list[Switch]] = {}
+
+    def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> Tensor:
+        """Returns a leaf that takes the place of ``parameter`` in the forward of ``key``.
+
+        Args:
+            key: the (stage, microbatch).
+            parameter: a trained leaf tensor.
+            leaf: with the memory of ``parameter``; None to make it.
+            collected: whether :meth:`arrived` returns what I leaves in the leaf.
+        """
+        leaf = parameter.detach().requires_grad_() if leaf is None else leaf
+        self._leaves.setdefault(key, []).append(_Leaf(parameter, leaf, collected))
+        return leaf
+
+    def switch(self, key: Key, switch: Switch) -> None:
+        """Calls ``switch`` with True when the I of ``key`` begins to defer, or now, and with False when it stops."""
+        self._switches.setdefault(key, []).append(switch)
+        if self.deferring == key:
+            switch(True)
+
+    def arrived(self, key: Key) -> list[tuple[Tensor, Tensor]]:
+        """Returns what I left in the leaves of ``key``, as pairs of a parameter and a gradient, and takes it away.
+
+        These are the gradients of a gradient that user code has computed in the forward (``create_graph``).
+        """
+        return [
+            (each.parameter, _take(each.leaf))
+            for each in self._leaves.get(key, ())
+            if each.collected and each.leaf.grad is not None
+        ]
+
+    def close(self, key: Key) -> None:
+        """Frees the leaves of ``key``."""
+        self._leaves.pop(key, None)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surrounds a split forward: every backward in it is user code's."""
+        with self._backwards(None):
+            yield
+
+    @contextmanager
+    def input_gradient(self, key: Key) -> Iterator[None]:
+        """Surrounds the engine's I of ``key``. Backwards within its backward are part of it if they are plain.
+
+        So are those of recomputed blocks. Not plain are those with ``inputs`` or ``create_graph``.
+        """
+        with self._backwards(key):
+            yield
+        self._switches.pop(key, None)
+
+    @contextmanager
+    def _backwards(self, deferring: Key | None) -> Iterator[None]:
+        # torch has no public way to see every backward: this is what autograd.grad, autograd.backward and
+        # Tensor.backward all call, however they were imported.
+        outer, torch.autograd._engine_run_backward = torch.autograd._engine_run_backward, self._run
+        try:
+            with self._defer(deferring):
+                yield
+        finally:
+            torch.autograd._engine_run_backward = outer
+
+    @contextmanager
+    def _defer(self, key: Key | None) -> Iterator[None]:
+        outer, self.deferring = self.deferring, key
+        which = key or outer
+        switches = () if which is None else self._switches.get(which, ())
+        for switch in switches:
+            switch(key is not None)
+        try:
+            yield
+        finally:
+            self.deferring = outer
+            for switch in switches:
+                switch(outer is not None)
+
+    def _run(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any],
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        """Runs a backward. Parameters are those of torch's own function, of which this takes the place."""
+        options = keep_graph, create_graph
+        if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
+            return engine(outputs, gradients, *options, inputs, allow_unreachable, accumulate_grad=True)
+        leaves = [[each.leaf for each in self._open() if each.parameter is input] for input in inputs]
+        asked = (*inputs, *(leaf for each in leaves for leaf in each))
+        allowed = allow_unreachable or len(asked) > len(inputs)
+        with self._defer(None):
+            found = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
+            if not accumulate_grad:
+                return _joined(inputs, leaves, found, allow_unreachable)
+            self._deliver(create_graph)
+        return found
+
+    def _deliver(self, create_graph: bool) -> None:
+        """Adds what arrived in leaves to the gradients of their parameters, whose hooks run."""
+        arrived = [(each.parameter, _take(each.leaf)) for each in self._open() if each.leaf.grad is not None]
+        if arrived:
+            parameters, gradients = zip(*arrived, strict=True)
+            engine(parameters, gradients, False, create_graph, (), True, accumulate_grad=True)
+
+    def _open(self) -> Iterator[_Leaf]:
+        return (each for leaves in self._leaves.values() for each in leaves)
+
+
+def _take(leaf: Tensor) -> Tensor:
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    return gradient
+
+
+def _joined(
+    inputs: Sequence[Any], leaves: Sequence[Sequence[Tensor]], found: Sequence[Tensor | None], allow_unused: bool
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradient of each of ``inputs``, from its own and those of its ``leaves``, which follow in ``found``.
+
+    Raises:
+        RuntimeError: one has none, and that is not allowed.
+    """
+    rest, result = iter(found[len(inputs) :]), []
+    for input, own, stand_ins in zip(inputs, found, leaves, strict=False):
+        parts = [part for part in (next(rest) for _ in stand_ins) if part is not None]
+        if parts:
+            parts = [_hooked(input, reduce(add, parts))]
+        parts += [] if own is None else [own]
+        if not parts and not allow_unused:
+            raise RuntimeError(
+                f"the gradient of a tensor of shape {tuple(input.shape)} is asked for, and the graph does not use it; "
+                "allow_unused=True gives None"
+            )
+        result.append(reduce(add, parts) if parts else None)
+    return tuple(result)
+
+
+def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Passes a leaf's gradient through the hooks that the parameter has as a tensor."""
+    for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
