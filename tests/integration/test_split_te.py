@@ -292,12 +292,12 @@ def the_binding_of_a_model_splits_them() -> None:
 
 
 def kept_whole() -> None:
-    from megatron.schedules.integration.linears.transformer_engine import _splittable, is_split
+    from megatron.schedules.integration.linears.transformer_engine import _whole_cases, is_split
 
     weight = torch.nn.Parameter(torch.zeros(8, 8))
-    assert _splittable({"weight": weight}, {})
+    assert not any(holds for _, holds in _whole_cases({"weight": weight}, {}))
     weight.is_distributed_weight = True  # type: ignore[attr-defined] # that of 2.19, which needs its own groups
-    assert not _splittable({"weight": weight}, {})
+    assert any(holds for _, holds in _whole_cases({"weight": weight}, {}))
 
     model = Block()
     model.up.weight.overwrite_main_grad = True

@@ -275,7 +275,34 @@ def write_between_i_and_w() -> None:
         store.run(0, 0)
 
 
+def what_does_not_split_is_reported() -> None:
+    """Of a frozen weight, of a linear of torch's, and of a weight that its linear shares with a regularizer."""
+    from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.log.run_log import seen
+
+    model, store = helpers.block(), WeightGradients()
+    model.config, model.adapter = model.up.config, torch.nn.Linear(8, 8)
+    model.up.weight.requires_grad_(False)
+    for shared in (model.head.weight, model.down.bias):
+        shared.register_hook(lambda gradient: gradient)
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    with store.split(0, 0):
+        loss = helpers.loss(model(model.adapter(x))) + model.head.weight.square().sum()
+    with store.input_gradient(0, 0):
+        loss.backward()
+    store.run(0, 0)
+    found = seen([model], None, 0, None, store.leaves.partial)
+    assert found.linears == {"ColumnParallelLinear": 1, "RowParallelLinear": 1}
+    assert found.whole == {
+        ("ColumnParallelLinear", "frozen weight"): 1,
+        ("Linear", "not Megatron's or Transformer Engine's"): 1,
+    }
+    assert found.partial == ["head.weight"]
+
+
 TRAPS = (
+    what_does_not_split_is_reported,
     nothing_current_is_stock,
     frozen_parameters,
     nothing_below_needs_a_gradient,

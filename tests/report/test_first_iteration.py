@@ -43,3 +43,14 @@ def test_places_where_the_host_waits_are_named_if_they_are_known() -> None:
         "the host waited for its device nowhere in the passes"
     ]
     assert len(list(lines([plain], Expected(True)))) == 1
+
+
+def test_linears_that_do_not_split_and_hooks_that_see_parts_are_named() -> None:
+    first = rank(Row=1)._replace(whole=Counter({("Column", "frozen weight"): 2}), partial=["fc1.weight"])
+    other = rank(Row=1)._replace(whole=Counter({("Linear", "not Megatron's"): 1, ("Column", "frozen weight"): 1}))
+    assert list(lines([first, other], Expected(True)))[1:] == [
+        "4 linears did not split (3 Column: frozen weight, 1 Linear: not Megatron's)",
+        "the hooks of 1 parameter ran twice for a microbatch, each time with a part of the gradient, because not only "
+        "their linears use them: fc1.weight (rank 0)",
+    ]
+    assert len(list(lines([first, other], Expected(False)))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -77,6 +77,11 @@ class MegatronStages(Stages):
             self._shared = SharedVocabulary(
                 self._placement, model, config, call, exchange, meter, self.losses, self.tokens
             )
+
+    @property
+    def partial_gradients(self) -> Collection[int]:
+        """Parameters whose hooks have seen parts of gradients: :attr:`.ParameterLeaves.partial`."""
+        return self._store.leaves.partial
 
     def finish(self) -> None:
         """Reports losses and reduces the remaining gradients. Call it only after the program succeeded."""

@@ -137,7 +137,7 @@ class ScheduleFunction:
                 stages = self._run(chunks, call, sizes._replace(sequence=decoder_seq_length or seq_length), planned)
                 losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
                 if not forward_only:
-                    self._finish(chunks, tokens, pg_collection, force_all_reduce)
+                    self._finish(chunks, stages, tokens, pg_collection, force_all_reduce)
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
 
@@ -181,7 +181,14 @@ class ScheduleFunction:
         deferred.assert_empty()
         return stages
 
-    def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
+    def _finish(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        stages: MegatronStages,
+        tokens: torch.Tensor,
+        pg_collection: Any,
+        force: Any,
+    ) -> None:
         """Finishes the gradients and the measurements of a training call."""
         config = get_model_config(chunks[0])
         if config.finalize_model_grads_func is not None:
@@ -192,7 +199,7 @@ class ScheduleFunction:
         if not self._reported:
             self._reported = True
             peak = max(self.peaks.bytes, self._log.peak.bytes or 0)
-            seen = run_log.seen(chunks, self.model.offloads, peak, self._waits)
+            seen = run_log.seen(chunks, self.model.offloads, peak, self._waits, stages.partial_gradients)
             run_log.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()

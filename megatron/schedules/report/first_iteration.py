@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.report.figures import amount
@@ -23,6 +24,9 @@ class Seen(NamedTuple):
         moved: for each (stage, microbatch), bytes that each layer offloaded.
         peak: peak activation memory, bytes; 0 if not known.
         waits: how often the host waited for its device, by file and line; None if not known.
+        whole: linears, besides output layers, that computed their weight gradient in I, by kind and reason.
+        partial: parameters whose own hooks ran in I and again in W of a microbatch, each time with a part of the
+            gradient.
     """
 
     linears: Counter[str]
@@ -30,6 +34,8 @@ class Seen(NamedTuple):
     moved: dict[tuple[int, int], list[int]]
     peak: int
     waits: Counter[str] | None = None
+    whole: Mapping[tuple[str, str], int] = MappingProxyType({})
+    partial: Sequence[str] = ()
 
 
 class Expected(NamedTuple):
@@ -49,6 +55,8 @@ class Expected(NamedTuple):
 def lines(ranks: Sequence[Seen], expected: Expected) -> Iterator[str]:
     """Yields the report's lines, from what each pipeline rank saw."""
     yield _about_linears(ranks, splits=expected.splits)
+    if expected.splits:
+        yield from _about_exceptions(ranks)
     if any(rank.moved for rank in ranks):
         yield from _about_offload(ranks, expected.offloaded)
     peaks = [rank.peak for rank in ranks]
@@ -68,6 +76,21 @@ def _about_linears(ranks: Sequence[Seen], *, splits: bool) -> str:
     fusion = "on" if ranks[0].fused else "off"
     found = f"{counted(every.total(), 'linear')} split the backward ({kinds or 'none'})"
     return f"{found}; gradient accumulation fusion is {fusion}"
+
+
+def _about_exceptions(ranks: Sequence[Seen]) -> Iterator[str]:
+    """Names linears that do not split, and parameters whose hooks see parts of gradients."""
+    whole = sum((Counter(rank.whole) for rank in ranks), Counter[tuple[str, str]]())
+    if whole:
+        kinds = ", ".join(f"{count} {name}: {why}" for (name, why), count in sorted(whole.items()))
+        yield f"{counted(whole.total(), 'linear')} did not split ({kinds})"
+    partial = [f"{name} (rank {rank})" for rank, seen in enumerate(ranks) for name in seen.partial]
+    if partial:
+        named = ", ".join(partial[:_NAMED]) + (", ..." if len(partial) > _NAMED else "")
+        yield (
+            f"the hooks of {counted(len(partial), 'parameter')} ran twice for a microbatch, each time with a part of "
+            f"the gradient, because not only their linears use them: {named}"
+        )
 
 
 def _about_waits(waits: Counter[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -37,10 +37,13 @@ class ParameterLeaves:
 
     Attributes:
         deferring: whose engine's I runs, and in it no backward of user code; None if there is none.
+        partial: identities of parameters with hooks of their own that an I has run with a part of a gradient. Besides
+            its split operation something else uses such a parameter, and W runs its hooks with the other part.
     """
 
     def __init__(self) -> None:
         self.deferring: Key | None = None
+        self.partial: set[int] = set()
         self._leaves: dict[Key, list[_Leaf]] = {}
         self._switches: dict[Key, list[Switch]] = {}
 
@@ -90,15 +93,39 @@ class ParameterLeaves:
 
         So are those of recomputed blocks. Not plain are those with ``inputs`` or ``create_graph``.
         """
-        with self._backwards(key):
+        with self._backwards(key), self._hooks_watched(key):
             yield
         self._switches.pop(key, None)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Surrounds a W that runs within a forward or an I."""
+        outer, self.deferring = self.deferring, None
+        try:
+            yield
+        finally:
+            self.deferring = outer
+
+    @contextmanager
+    def _hooks_watched(self, key: Key) -> Iterator[None]:
+        parameters = {id(each.parameter): each.parameter for each in self._leaves.get(key, ()) if _has_hooks(each)}
+        handles = [each.register_hook(partial(self._watched, name)) for name, each in parameters.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watched(self, name: int, _: Tensor) -> None:
+        if self.deferring is not None:
+            self.partial.add(name)
 
     @contextmanager
     def _backwards(self, deferring: Key | None) -> Iterator[None]:
         # torch has no public way to see every backward: this is what autograd.grad, autograd.backward and
         # Tensor.backward all call, however they were imported.
-        outer, torch.autograd._engine_run_backward = torch.autograd._engine_run_backward, self._run
+        outer = torch.autograd._engine_run_backward
+        torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
         try:
             with self._defer(deferring):
                 yield
@@ -152,6 +179,11 @@ class ParameterLeaves:
 
     def _open(self) -> Iterator[_Leaf]:
         return (each for leaves in self._leaves.values() for each in leaves)
+
+
+def _has_hooks(each: _Leaf) -> bool:
+    parameter: Any = each.parameter
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _take(leaf: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ class WeightGradients:
                         return flops
                     flops -= item.flops
                     # A forward's autocast does not concern W.
-                    with torch.autocast(item.parameters[0].device.type, enabled=False):
+                    with torch.autocast(item.parameters[0].device.type, enabled=False), self.leaves.outside():
                         _backward([item.parameters], partial(self._take, item))
                     item.finish()
         return flops

@@ -22,6 +22,7 @@ not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -37,10 +38,13 @@ from torch.distributed import ProcessGroup
 from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
+# Why a linear's weight gradient is computed in I.
+FROZEN, FSDP, OWN_FORWARD = "frozen weight", "Megatron-FSDP's weight", "forward of its own"
+
 # Attribute name in Megatron's language models.
 _OUTPUT = "output_layer"
-_LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
-_Whole = stock.LinearWithGradAccumulationAndAsyncCommunication
+LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
+_Whole: Any = stock.LinearWithGradAccumulationAndAsyncCommunication
 # What stock's Function is given, in order: versions differ. They are the parameters of a linear's forward too.
 _PARAMETERS = tuple(inspect.signature(_Whole.forward).parameters)[1:]
 _DEFAULTS = {
@@ -66,13 +70,13 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     """
     bound, whole = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, _LINEARS):
+        if not isinstance(module, LINEARS):
             continue
         module.config.defer_embedding_wgrad_compute = False
         if is_split(module):
             del module.__dict__["_forward_impl"]
         own = "_forward_impl" in module.__dict__ or not any(
-            type(module)._forward_impl is linear._forward_impl for linear in _LINEARS
+            type(module)._forward_impl is linear._forward_impl for linear in LINEARS
         )
         if own:
             continue
@@ -84,6 +88,11 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
 def is_split(linear: torch.nn.Module) -> bool:
     """Returns whether :func:`split_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("_forward_impl"), _ForwardImpl)
+
+
+def whole_because(linear: torch.nn.Module) -> str | None:
+    """Returns why a local linear computed its weight gradient in I when it last ran; None if it deferred it to W."""
+    return linear.__dict__["_forward_impl"].whole_because if is_split(linear) else OWN_FORWARD
 
 
 def output_layers(model_chunk: torch.nn.Module) -> set[torch.nn.Module]:
@@ -105,6 +114,7 @@ class _ForwardImpl:
         self._stocks = module._forward_impl
         self._store = store
         self._splits = splits
+        self.whole_because: str | None = None
 
     def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key = self._store.current
@@ -123,14 +133,8 @@ class _ForwardImpl:
         """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
         given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         weight, bias = given["weight"], given["bias"]
-        splittable = (
-            weight.requires_grad
-            and weight.is_leaf
-            and (bias is None or bias.is_leaf)
-            and given.get("gtp_remat_size", 1) == 1
-            and not hasattr(weight, "__fsdp_param__")
-        )
-        if not splittable:
+        self.whole_because = next((why for why, holds in _whole_cases(weight, bias, given) if holds), None)
+        if self.whole_because is not None:
             return None
         call = _Call(
             self._store,
@@ -147,6 +151,13 @@ class _ForwardImpl:
             given["bias"] = self._store.leaves.add(key, call.bias)
         given["tp_group"] = get_tensor_model_parallel_group_if_none(given["tp_group"])
         return _SplitLinear.apply(call, *(given[name] for name in _PARAMETERS))
+
+
+def _whole_cases(weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    yield FROZEN, not weight.requires_grad
+    yield "weight or bias computed from other parameters", not weight.is_leaf or (bias is not None and not bias.is_leaf)
+    yield "weight sharded over a rematerialisation group", given.get("gtp_remat_size", 1) != 1
+    yield FSDP, hasattr(weight, "__fsdp_param__")
 
 
 def _hookable(weight: Any) -> Tensor:
@@ -195,7 +206,7 @@ class _Call(NamedTuple):
     gathered_over: ProcessGroup | None
 
 
-class _SplitLinear(_Whole):
+class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
     """Stock's linear, which in the engine's I computes only the input gradient and defers W to the store.
 
     In every other backward it is stock's. Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism;

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_version
 from megatron.schedules.integration.linears import te_operands
-from megatron.schedules.integration.linears.local import fused_gradient, output_layers
+from megatron.schedules.integration.linears.local import FROZEN, FSDP, OWN_FORWARD, fused_gradient, output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -77,13 +77,9 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
     Raises:
         RuntimeError: the linears lack a required attribute: this version of Transformer Engine is unknown.
     """
-    engine = sys.modules.get(ENGINE)
-    if engine is None:
-        return 0
-    linears = tuple(getattr(engine, name) for name in LINEARS)
-    bound, whole = 0, output_layers(model_chunk)
-    for module in model_chunk.modules():
-        if not isinstance(module, linears) or module in whole:
+    bound, whole, kinds = 0, output_layers(model_chunk), linears()
+    for module in model_chunk.modules() if kinds else ():
+        if not isinstance(module, kinds) or module in whole:
             continue
         if is_split(module):
             del module.__dict__["forward"]
@@ -100,9 +96,20 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
     return bound
 
 
+def linears() -> tuple[type, ...]:
+    """Returns the classes of Transformer Engine's linears; none if it is not imported."""
+    engine = sys.modules.get(ENGINE)
+    return () if engine is None else tuple(getattr(engine, name) for name in LINEARS)
+
+
 def is_split(linear: torch.nn.Module) -> bool:
     """Returns whether :func:`split_te_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("forward"), _Forward)
+
+
+def whole_because(linear: torch.nn.Module) -> str | None:
+    """Works like :func:`.local.whole_because` for Transformer Engine's linears."""
+    return linear.__dict__["forward"].whole_because if is_split(linear) else OWN_FORWARD
 
 
 class _Forward:
@@ -111,6 +118,7 @@ class _Forward:
     def __init__(self, module: torch.nn.Module, store: WeightGradients) -> None:
         self._module = module
         self._store = store
+        self.whole_because: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, key = self._module, self._store.current
@@ -119,7 +127,9 @@ class _Forward:
         if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
-        if key is None or not _splittable(weights, biases):
+        if key is not None:
+            self.whole_because = next((why for why, holds in _whole_cases(weights, biases) if holds), None)
+        if key is None or self.whole_because is not None:
             return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
         # The hooks live as long as the accumulators, which the graph references after the forward.
@@ -184,16 +194,19 @@ def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return weights, {n: p for n, p in named.items() if fused and n not in weights and p.requires_grad}
 
 
-def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
-    return (
-        bool(weights)
-        and all(type(weight) is torch.nn.Parameter or te_operands.is_primary(weight) for weight in weights.values())
-        and all(type(bias) is torch.nn.Parameter for bias in biases.values())
-        and all(weight.requires_grad for weight in weights.values())
-        and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
-        and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
-        and not any(getattr(weight, "is_distributed_weight", False) for weight in weights.values())
-    )
+def _whole_cases(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Iterator[tuple[str, bool]]:
+    yield "several weights in one", not weights
+    known = [type(each) is torch.nn.Parameter or te_operands.is_primary(each) for each in weights.values()]
+    known += [type(each) is torch.nn.Parameter for each in biases.values()]
+    yield "weight or bias of an unknown kind", not all(known)
+    yield FROZEN, not all(weight.requires_grad for weight in weights.values())
+    yield "weight whose gradient is overwritten", _any_has(weights, "overwrite_main_grad")
+    yield FSDP, any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
+    yield "distributed weight", _any_has(weights, "is_distributed_weight")
+
+
+def _any_has(weights: dict[str, Tensor], mark: str) -> bool:
+    return any(getattr(weight, mark, False) for weight in weights.values())
 
 
 @contextmanager

@@ -7,7 +7,7 @@ writers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -192,14 +192,38 @@ def reduced(values: Sequence[float], how: Any) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def seen(chunks: Sequence[torch.nn.Module], offloads: Offloads | None, peak: int, waits: Counter[str] | None) -> Seen:
-    """Returns what this rank knows at the end of the first call, without waiting for its device."""
-    linears: Counter[str] = Counter()
+def seen(
+    chunks: Sequence[torch.nn.Module],
+    offloads: Offloads | None,
+    peak: int,
+    waits: Counter[str] | None,
+    partial_gradients: Collection[int] = (),
+) -> Seen:
+    """Returns what this rank knows at the end of the first call, without waiting for its device.
+
+    ``partial_gradients`` are the identities of :attr:`.ParameterLeaves.partial`.
+    """
+    linears, whole, partial = Counter[str](), Counter[tuple[str, str]](), list[str]()
     for chunk in chunks:
-        whole = output_layers(chunk)
-        linears.update(type(each).__name__ for each in chunk.modules() if _splits(each) and each not in whole)
+        partial += [name for name, parameter in chunk.named_parameters() if id(parameter) in partial_gradients]
+        outputs = output_layers(chunk)
+        for module in chunk.modules():
+            if module in outputs:
+                continue
+            if isinstance(module, local.LINEARS):
+                why = local.whole_because(module)
+            elif isinstance(module, transformer_engine.linears()):
+                why = transformer_engine.whole_because(module)
+            elif isinstance(module, torch.nn.Linear) and module.weight.requires_grad:
+                why = "not Megatron's or Transformer Engine's"
+            else:
+                continue
+            if why is None:
+                linears[type(module).__name__] += 1
+            else:
+                whole[type(module).__name__, why] += 1
     fused = bool(get_model_config(chunks[0]).gradient_accumulation_fusion)
-    return Seen(linears, fused, {} if offloads is None else offloads.moved, peak, waits)
+    return Seen(linears, fused, {} if offloads is None else offloads.moved, peak, waits, whole, partial)
 
 
 def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
@@ -207,8 +231,3 @@ def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
     ranks = of_all_ranks(mine, group)
     expected = Expected(planner.first.splits, planner.offloaded_bytes, planner.peak_bytes(planner.timeline))
     print_rank_0("\n".join(f"pipeline schedule: first iteration: {line}" for line in lines(ranks, expected)))
-
-
-def _splits(module: torch.nn.Module) -> bool:
-    weights = (each for name, each in module.named_parameters(recurse=False) if name.startswith("weight"))
-    return (local.is_split(module) or transformer_engine.is_split(module)) and any(w.requires_grad for w in weights)
