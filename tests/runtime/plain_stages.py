@@ -30,22 +30,25 @@ class SplitLinear(nn.Module):
         key = self.store.current
         if key is None:
             return nn.functional.linear(x, self.weight, self.bias)
-        return _Deferring.apply(x, self.weight, self.bias, self.store, key)
+        parameters = self.weight, self.bias
+        leaves = (self.store.leaves.add(key, parameter) for parameter in parameters)
+        return _Deferring.apply(x, *leaves, parameters, self.store, key)
 
 
 class _Deferring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, store, key):
+    def forward(ctx, x, weight, bias, parameters, store, key):
         ctx.save_for_backward(x, weight)
-        # Hooks of saved tensors give back a tensor like the weight, not the parameter.
-        ctx.parameters, ctx.store, ctx.key = (weight, bias), store, key
+        ctx.parameters, ctx.store, ctx.key = parameters, store, key
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        if not ctx.store.defers(ctx.key):
+            return grad.mm(weight), grad.t().mm(x), grad.sum(0), None, None, None
         ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=ctx.parameters)
-        return grad.mm(weight), None, None, None, None
+        return grad.mm(weight), None, None, None, None, None
 
 
 def make_stage(stage: int, store: WeightGradients) -> nn.Module:

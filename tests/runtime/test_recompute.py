@@ -190,6 +190,56 @@ def test_what_goes_wrong() -> None:
         job.R(1)
 
 
+def _with_a_backward_of_its_own(job: Job, backward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor | None]:
+    """Gradients of a microbatch whose loss is scaled by what ``backward`` makes of an input and a sum."""
+    x, sides = job._inputs[0], {"mask": torch.arange(FEATURES) % 3 == 0, "side": None, "step": 0}
+    refused = job.store.leaves.without_graph(job.recomputes.parameters, "not of a recomputed layer's weight")
+    with job.store.split(0, 0), job.recomputes.forward(0, 0), refused:
+        for layer in job.layers:
+            x, sides = layer(x, sides, scale=0.7)
+        total = (x * sides["side"]).sum()
+        job._open[0] = total * backward(job._inputs[0], total)
+    job.do("R0 I0 W0")
+    return job.gradients()
+
+
+def _of_the_input(x: Tensor, total: Tensor) -> Tensor:
+    return torch.autograd.grad(total, x, retain_graph=True)[0].norm()
+
+
+def _whole(x: Tensor, total: Tensor) -> Tensor:
+    total.backward(retain_graph=True)
+    assert x.grad is not None
+    return x.grad.norm().clone()
+
+
+@pytest.mark.parametrize("backward", [_of_the_input, _whole])
+def test_user_code_may_run_a_backward_of_its_own_before_r(backward: Callable[[Tensor, Tensor], Tensor]) -> None:
+    expected = _with_a_backward_of_its_own(Job(()), backward)
+    for chosen in ((0,), (0, 1, 2)):
+        found = _with_a_backward_of_its_own(Job(chosen), backward)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
+def test_what_a_backward_cannot_have_before_r_is_refused() -> None:
+    job = Job((1,))
+    with pytest.raises(RuntimeError, match="create_graph=True reaches a layer that the plan recomputes"):
+        _with_a_backward_of_its_own(job, lambda x, total: torch.autograd.grad(total, x, create_graph=True)[0].norm())
+    for at, allow in ((1, False), (1, True), (0, False)):
+        job = Job((1,))
+        weight = job.layers[at].linear.weight
+
+        def asks(_: Tensor, total: Tensor, weight: Tensor = weight, allow: bool = allow) -> Tensor:
+            return torch.autograd.grad(total, weight, retain_graph=True, allow_unused=allow)[0].norm()
+
+        if at == 0:
+            assert _with_a_backward_of_its_own(job, asks)
+            continue
+        with pytest.raises(RuntimeError, match="not of a recomputed layer's weight"):
+            _with_a_backward_of_its_own(job, asks)
+
+
 def test_an_input_that_was_written_to_is_an_error() -> None:
     job = Job((0,)).do("F0")
     with torch.no_grad():

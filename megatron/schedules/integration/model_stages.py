@@ -20,6 +20,7 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.behind_messages import ComingWeights, MessageBudget
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
 from megatron.schedules.runtime.program import Op, Program
+from megatron.schedules.runtime.recompute import WITHOUT_RECOMPUTE
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind
 
@@ -114,6 +115,11 @@ class MegatronStages(Stages):
         with self._around(stage, microbatch, split) as stack:
             if recompute and self._recomputes is not None:
                 stack.enter_context(self._recomputes.forward(stage, microbatch))
+                refusal = (
+                    f"stage {stage}, microbatch {microbatch}: a backward in the forward or the loss asks for the "
+                    f"gradient of a weight in a layer that the plan recomputes; {WITHOUT_RECOMPUTE}"
+                )
+                stack.enter_context(self._store.leaves.without_graph(self._recomputes.parameters, refusal))
             if offload and self._offloads is not None:
                 stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
             output, tokens = forward_step(

@@ -45,5 +45,6 @@ class _Input(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.result.grad = gradient
+        # As a leaf: user code may have run a backward of its own.
+        ctx.result.grad = gradient if ctx.result.grad is None else ctx.result.grad + gradient
         return None, None, None

@@ -9,7 +9,7 @@ parameter, and whoever asks for the parameter's gradient gets the leaf's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from operator import add
@@ -46,6 +46,8 @@ class ParameterLeaves:
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[_Leaf]] = {}
         self._switches: dict[Key, list[Switch]] = {}
+        self._without_graph: Collection[int] = ()
+        self._refusal = ""
 
     def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> Tensor:
         """Returns a leaf that takes the place of ``parameter`` in the forward of ``key``.
@@ -96,6 +98,19 @@ class ParameterLeaves:
         with self._backwards(key), self._hooks_watched(key):
             yield
         self._switches.pop(key, None)
+
+    @contextmanager
+    def without_graph(self, parameters: Collection[int], refusal: str) -> Iterator[None]:
+        """Surrounds a forward that builds no graph for these ``parameters``, by identity.
+
+        An autograd.grad with respect to one raises RuntimeError with ``refusal``.
+        """
+        outer, self._without_graph, self._refusal = self._without_graph, parameters, refusal
+        try:
+            with self._backwards(None):
+                yield
+        finally:
+            self._without_graph = outer
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -160,6 +175,8 @@ class ParameterLeaves:
         options = keep_graph, create_graph
         if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
             return engine(outputs, gradients, *options, inputs, allow_unreachable, accumulate_grad=True)
+        if any(id(input) in self._without_graph for input in inputs):
+            raise RuntimeError(self._refusal)
         leaves = [[each.leaf for each in self._open() if each.parameter is input] for input in inputs]
         asked = (*inputs, *(leaf for each in leaves for leaf in each))
         allowed = allow_unreachable or len(asked) > len(inputs)

@@ -19,6 +19,9 @@ Restore = Callable[[], AbstractContextManager[None]]
 CaptureState = Callable[[], Restore]
 """Captures what a forward depends on besides its inputs, such as random states; returns what restores it."""
 
+WITHOUT_RECOMPUTE = "leave it out, or use a plan without recompute: a larger memory limit, or no R in the CSV"
+"""Advice to user code whose own backward needs a graph that is built in R."""
+
 
 class Recomputes:
     """Forwards that wait for their R, per (stage, microbatch), in the order in which F ran them.
@@ -28,9 +31,13 @@ class Recomputes:
 
     Args:
         capture_state: captures what R restores besides inputs.
+
+    Attributes:
+        parameters: identities of the parameters of all bound layers.
     """
 
     def __init__(self, capture_state: CaptureState) -> None:
+        self.parameters: set[int] = set()
         self._capture_state = capture_state
         self._waiting: dict[tuple[int, int], list[_Run]] = {}
         self._open: tuple[int, int] | None = None
@@ -76,7 +83,7 @@ class Recomputes:
     def add(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
         """Has ``call`` with these ``inputs`` wait for its R."""
         assert self._open is not None
-        run = _Run(self._open, call, self._capture_state(), anchor, inputs)
+        run = _Run(self, self._open, call, self._capture_state(), anchor, inputs)
         self._waiting[self._open].append(run)
         return run
 
@@ -88,6 +95,7 @@ def recompute_layer(layer: torch.nn.Module, recomputes: Recomputes) -> None:
     found there. Hooks of the layer are called in F, those of its submodules in R too.
     """
     layer.forward = _Forward(layer, recomputes)
+    recomputes.parameters.update(map(id, layer.parameters()))
 
 
 class _Call(NamedTuple):
@@ -132,8 +140,15 @@ class _Run:
     """One forward of a layer, from F to I."""
 
     def __init__(
-        self, key: tuple[int, int], call: _Call, restore: Restore, anchor: Tensor, inputs: Sequence[Tensor]
+        self,
+        recomputes: Recomputes,
+        key: tuple[int, int],
+        call: _Call,
+        restore: Restore,
+        anchor: Tensor,
+        inputs: Sequence[Tensor],
     ) -> None:
+        self._recomputes = recomputes
         self._key, self._needing = key, [tensor.requires_grad for tensor in inputs]
         saved = _Saved.apply(anchor, *(tensor.detach() for tensor in inputs))
         self._kept: tuple[_Call, Restore, Any] | None = call, restore, saved
@@ -156,22 +171,37 @@ class _Run:
 
     def recompute(self) -> None:
         """R. Of the layer's output it keeps only where the backward starts."""
+        self._inputs, self._starts = self._graph()
+        self._kept = None
+
+    def _graph(self) -> tuple[list[Tensor | None], list[GradientEdge | None]]:
+        """Runs the layer again; returns the inputs that need gradients, and where a backward from its output starts."""
         assert self._kept is not None
         call, restore, saved = self._kept
-        self._kept = None
         pairs = zip(saved.grad_fn.saved_tensors, self._needing, strict=True)
         inputs = [tensor.detach().requires_grad_(needing) for tensor, needing in pairs]
-        del saved
         with restore(), torch.enable_grad():
             found = pytree.tree_leaves(call(inputs))
-        self._inputs = [tensor if tensor.requires_grad else None for tensor in inputs]
-        self._starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in found]
+            starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in found]
+        return [tensor if tensor.requires_grad else None for tensor in inputs], starts
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """I: returns the gradients of the inputs from those of the output, each once."""
-        starts, self._starts = self._starts, None
+        """I: returns the gradients of the inputs from those of the output, each once.
+
+        A backward that user code runs within F recomputes the layer for itself.
+        """
+        stage, microbatch = self._key
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"stage {stage}, microbatch {microbatch}: a backward with create_graph=True reaches a layer that the "
+                f"plan recomputes, which has no gradient of a gradient; {WITHOUT_RECOMPUTE}"
+            )
+        inputs, starts = self._inputs, self._starts
+        if self._kept is not None and self._recomputes.active:
+            inputs, starts = self._graph()
+        else:
+            self._inputs, self._starts = [], None
         if starts is None:
-            stage, microbatch = self._key
             raise ProgramError(
                 f"the backward of stage {stage}, microbatch {microbatch} comes before {stage}R{microbatch}"
             )
@@ -180,10 +210,16 @@ class _Run:
             for start, gradient in zip(starts, gradients, strict=True)
             if start is not None and gradient is not None
         ]
-        if pairs:
-            torch.autograd.backward([start for start, _ in pairs], [gradient for _, gradient in pairs])
-        inputs, self._inputs = self._inputs, []
-        return [None if tensor is None else tensor.grad for tensor in inputs]
+        if not pairs:
+            return [None] * len(inputs)
+        roots, given = zip(*pairs, strict=True)
+        if torch.autograd._is_checkpoint_valid():
+            torch.autograd.backward(roots, given)
+            return [None if tensor is None else tensor.grad for tensor in inputs]
+        # Of an autograd.grad, which leaves the gradients of parameters as they are.
+        asked = [tensor for tensor in inputs if tensor is not None]
+        answers = iter(torch.autograd.grad(roots, asked, given, allow_unused=True) if asked else ())
+        return [None if tensor is None else next(answers) for tensor in inputs]
 
 
 class _Layer(torch.autograd.Function):
