@@ -92,8 +92,8 @@ def train(
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
-    with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of several
+    "documents", "packed" with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
     ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
     takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
     several residual streams: see :mod:`.residual_streams`.
@@ -524,8 +524,9 @@ def _rank(
         _vary_sizes(seen["shapes"])
     if samples == "cut":
         ordered_samples.cut()
-    if samples in ("packed", "conversations"):
+    if samples in ("documents", "packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
+    if samples in ("packed", "conversations"):
         _attend_to_packed(seen["shapes"], local="local" in flags)
     if samples == "conversations":
         conversations.put_in_place()

@@ -15,6 +15,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -26,7 +28,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.flags.gpt_data import sequences_per_dataset
+from megatron.schedules.integration.flags.gpt_data import masks_documents, packs, sequences_per_dataset
 
 # Dataset settings that differ in name from their Megatron flag.
 _FLAG_OF = {
@@ -44,7 +46,7 @@ _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Builds training, validation and test data as the flags say, on ranks whose chunk ``vp_stage`` reads data.
 
-    With packed sequences every chunk reads data, because its attention needs the sequence bounds.
+    Every chunk reads data if its attention needs the samples' bounds or their masks.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -134,19 +136,25 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     return total, count, {"lm loss": reported}
 
 
-def _packs() -> bool:
-    """Returns whether a sample packs several sequences, each of which attends only to itself."""
-    args = get_args()
-    return bool(args.sft or args.dataloader_inter_document_masking)
-
-
 def _masks() -> bool:
     """Returns whether samples have an attention mask. Packed samples have sequence bounds instead."""
-    return get_args().create_attention_mask_in_dataloader and not _packs()
+    return get_args().create_attention_mask_in_dataloader and not packs(get_args())
+
+
+def _predicts(vp_stage: int | None) -> bool:
+    """Returns whether the chunk has layers of multi-token prediction, which embed tokens themselves."""
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return bool(args.mtp_num_layers) and mtp_on_this_rank(
+        layout, args.mtp_num_layers, ignore_virtual=vp_stage is None, vp_stage=vp_stage
+    )
 
 
 def _reads(vp_stage: int | None) -> bool:
-    return _packs() or is_first_or_last_pipeline_stage(vp_stage)
+    args = get_args()
+    return packs(args) or masks_documents(args) or is_first_or_last_pipeline_stage(vp_stage) or _predicts(vp_stage)
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -154,7 +162,6 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     if not _reads(vp_stage):
         return dict.fromkeys(_BATCH)
-    is_last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         assert data_iterator is not None, "a chunk that reads data has an iterator"
@@ -162,7 +169,7 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=_packs(),
+        has_cu_seqlens=packs(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=_masks(),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -171,10 +178,10 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=bool(args.mtp_num_layers) and is_last,
+        mtp_on_this_rank=_predicts(vp_stage) or masks_documents(args),  # then stock sends everything to any stage
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        is_pipeline_last_stage=is_last,
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
     )
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     return {key: batch[key] for key in _BATCH}
