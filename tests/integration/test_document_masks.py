@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import tolerances
 from tests.integration.features import each_setting
+from tests.integration.results import MODEL, UNTIED, Call
+from tests.integration.test_core_loops import gradients, same
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
 
 JOB = ("--train-iters", "3", "--global-batch-size", "4", "--reset-attention-mask", "--reset-position-ids")
@@ -36,3 +39,58 @@ def test_documents_stay_apart_on_every_stage(train, setting, schedule):
     assert_same_losses(ours, one, tolerances.OTHER_KERNELS if flags else tolerances.SAME_KERNELS)
     stock = train.stock(2 if not flags else 4, *JOB, *PP2, *flags, model=model, samples="documents")
     assert differing(ours, stock) == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world", "flags"),
+    [
+        ("v-half", 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+        pytest.param("adaptive", 2, (), marks=pytest.mark.full_matrix),
+    ],
+)
+def test_a_script_that_asks_megatron_where_to_read_reads_on_every_stage(train, schedule, world, flags):
+    stock = train(world, *JOB, *PP2, *flags, samples="Megatron says")
+    ours = train(world, *JOB, *PP2, *flags, *under(schedule), samples="Megatron says")
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+def test_a_script_that_reads_at_the_ends_alone_is_refused_before_the_first_update(train, megatron):
+    flags = [*MODEL, *UNTIED, *JOB, *PP2, *under("v-half")]
+    (status, printed), _ = megatron("outputs", 2, flags, script="at the ends")
+    assert status == 2 and "iteration        1" not in printed
+    assert "passes attention_mask to the layers of stage 0 and none to those of stage 1, which read it" in printed
+
+
+def test_a_script_that_reads_masks_at_the_ends_may_if_they_are_what_attention_assumes(train):
+    job = [flag for flag in JOB if flag != "--reset-attention-mask"]
+    ours = train(2, *job, *PP2, *under("v-half"), samples="at the ends")
+    assert_same_losses(ours, train.stock(2, *job, *PP2, samples="at the ends"))
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.5, "add_bias_linear": False}
+V_HALF = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"schedule": "v-half"}
+CALLS = (Call(3, seed=1),)
+
+
+@pytest.mark.parametrize(
+    ("passed", "everywhere", "options"),
+    [("documents", True, {}), ("padding", True, EXPERTS), ("causal", False, {})],
+    ids=["a mask of documents", "padding of experts", "a causal mask at the ends"],
+)
+def test_any_loop_passes_its_masks_on_every_stage(megatron, passed, everywhere, options):
+    ours = megatron("core_loop", *V_HALF, CALLS, passed=passed, everywhere=everywhere, **options)
+    stock = megatron("core_loop", {"pipeline_model_parallel_size": 2}, None, CALLS, passed=passed, **options)
+    found, expected = gradients(ours, 0), gradients(stock, 0)
+    assert same(ours[-1][0].results, stock[-1][0].results)
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    ("passed", "options", "name"), [("documents", {}, "attention_mask"), ("padding", EXPERTS, "padding_mask")]
+)
+def test_a_loop_that_passes_a_mask_at_the_ends_alone_is_refused_in_its_first_call(megatron, passed, options, name):
+    first, other = megatron("core_loop_refusals", *V_HALF, CALLS, passed=passed, everywhere=False, **options)
+    assert f"passes {name} to the layers of stage 0 and none to those of stage 1, which read it" in first
+    assert first.count("\n") == 1 and other in ("", first)
