@@ -14,31 +14,43 @@ from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses,
 JOB = ("--train-iters", "3", "--global-batch-size", "4", "--reset-attention-mask", "--reset-position-ids")
 JOB += ("--eod-mask-loss", *CLIP_NOTHING)
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
+APART = "documents kept apart (--reset-attention-mask)"
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion")
-# Ranks, the pipeline, other flags, those of the model.
-SETTINGS = {
-    "documents apart": (2, PP2, (), ()),
-    "documents apart, four ranks": (4, PP4, (), ()),
-    "documents apart, tensor parallel": (4, PP2, ("--tensor-model-parallel-size", "2", "--sequence-parallel"), ()),
-    "documents apart, multi-token prediction": (2, PP2, (), MTP),
-}
-USUAL = {
-    "documents apart": ("v-half",),
-    "documents apart, four ranks": ("zb-1p",),
-    "documents apart, tensor parallel": ("v-half",),
-    "documents apart, multi-token prediction": ("v-half",),
-}
 
 
-@pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
+@pytest.mark.parametrize(("setting", "schedule"), each_setting([APART], {APART: ("v-half",)}))
 def test_documents_stay_apart_on_every_stage(train, setting, schedule):
-    """Stock is right on two ranks of one stage each, both of which read data."""
-    world, pipeline, flags, model = SETTINGS[setting]
+    """Stock keeps them apart on two ranks of one stage each, both of which read data."""
+    ours = train(2, *JOB, *PP2, *under(schedule), samples="documents")
+    assert_same_losses(ours, train.stock(1, *JOB, samples="documents"))
+    assert differing(ours, train.stock(2, *JOB, *PP2, samples="documents")) == []
+
+
+# Ranks, schedule, other flags, those of the model.
+OTHERS = {
+    "four ranks": (4, "zb-1p", PP4, ()),
+    "four ranks, stock's schedule": (4, None, PP4, ()),
+    "tensor parallel": (4, "v-half", (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"), ()),
+    "multi-token prediction": (2, "v-half", PP2, MTP),
+    "vocabulary parallel": (4, "1f1b", (*PP4, "--pipeline-vocabulary-parallel"), ()),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_documents_stay_apart_with(train, other):
+    world, schedule, flags, model = OTHERS[other]
+    ours = train(world, *JOB, *flags, *(under(schedule) if schedule else ()), model=model, samples="documents")
     one = train.stock(1, *JOB, model=model, samples="documents")
-    ours = train(world, *JOB, *pipeline, *flags, *under(schedule), model=model, samples="documents")
-    assert_same_losses(ours, one, tolerances.OTHER_KERNELS if flags else tolerances.SAME_KERNELS)
-    stock = train.stock(2 if not flags else 4, *JOB, *PP2, *flags, model=model, samples="documents")
-    assert differing(ours, stock) == []
+    assert_same_losses(ours, one, tolerances.OTHER_KERNELS)
+    if "--tensor-model-parallel-size" not in flags and "--pipeline-vocabulary-parallel" not in flags:
+        assert differing(ours, train.stock(2, *JOB, *PP2, model=model, samples="documents")) == []
+
+
+def test_a_resumed_job_reads_on_where_the_other_stopped_on_every_stage(train, tmp_path):
+    job = (*JOB, *PP2, *under("v-half"))
+    whole = train(2, *job, "--save", str(tmp_path), "--save-interval", "2", samples="documents")
+    resumed = train.resume(2, *job, load=tmp_path, iteration=2, samples="documents")
+    assert resumed.losses == whole.losses[2:] and resumed.evaluations == whole.evaluations
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -141,20 +139,9 @@ def _masks() -> bool:
     return get_args().create_attention_mask_in_dataloader and not packs(get_args())
 
 
-def _predicts(vp_stage: int | None) -> bool:
-    """Returns whether the chunk has layers of multi-token prediction, which embed tokens themselves."""
-    args = get_args()
-    layout = args.pipeline_model_parallel_layout
-    if isinstance(layout, str):
-        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
-    return bool(args.mtp_num_layers) and mtp_on_this_rank(
-        layout, args.mtp_num_layers, ignore_virtual=vp_stage is None, vp_stage=vp_stage
-    )
-
-
 def _reads(vp_stage: int | None) -> bool:
     args = get_args()
-    return packs(args) or masks_documents(args) or is_first_or_last_pipeline_stage(vp_stage) or _predicts(vp_stage)
+    return packs(args) or masks_documents(args) or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -162,6 +149,7 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     if not _reads(vp_stage):
         return dict.fromkeys(_BATCH)
+    is_last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         assert data_iterator is not None, "a chunk that reads data has an iterator"
@@ -178,10 +166,11 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=_predicts(vp_stage) or masks_documents(args),  # then stock sends everything to any stage
+        # With it stock sends everything to any stage, otherwise no mask to those in the middle.
+        mtp_on_this_rank=(bool(args.mtp_num_layers) and is_last) or masks_documents(args),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        is_pipeline_last_stage=is_last,
     )
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     return {key: batch[key] for key in _BATCH}

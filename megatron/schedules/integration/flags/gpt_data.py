@@ -17,7 +17,7 @@ from megatron.schedules.utils.json_files import Index, decode, read_file
 # Flags for other kinds of samples.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
 _SEQUENCES = "--per-dataset-sequences-path"
-_POSITIONS = "--position-embedding-type"
+_POSITIONS, _LAYOUT = "--position-embedding-type", "--pipeline-model-parallel-layout"
 
 
 def packs(args: Any) -> bool:
@@ -42,12 +42,19 @@ def refuse_other_data(argv: Sequence[str]) -> None:
         parser.add_argument(flag, type=int, default=1)
     parser.add_argument(_SEQUENCES, type=Path)
     parser.add_argument(_POSITIONS)
+    parser.add_argument(_LAYOUT, default="")
     given, _ = parser.parse_known_args(argv)
     for flag in _OTHER_DATA:
         if flag in argv:
             refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
     if given.position_embedding_type == "mrope":
         refuse(f"{_POSITIONS} mrope needs three positions for each token, and plain GPT samples have one: give rope")
+    layout = given.pipeline_model_parallel_layout
+    if "m" in layout.rpartition("|")[0]:
+        refuse(
+            f"{_LAYOUT} {layout!r}: a stage of multi-token prediction in the middle would get no tokens here; write "
+            "every m before the L"
+        )
     if given.sft and given.mock_data:
         refuse("--sft needs conversations: give --data-path rather than --mock-data")
     packed = given.sft or given.dataloader_inter_document_masking
