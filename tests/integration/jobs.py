@@ -35,7 +35,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.integration import gpt, model_binding, schedule_function
+from megatron.schedules.integration import gpt, model_binding, schedule_function, stage_inputs
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.model_stages import MegatronStages
@@ -194,6 +194,12 @@ def replanned(
     ``standin_bytes`` for activations. The last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
     """
     return run_ranks(world, _replanned, list(flags), names, failing, standin_bytes, slow_from)
+
+
+def input_difference(stages: Sequence[tuple[set[str], set[str]]]) -> str:
+    """What is refused where stages, each on a rank of its own, were given inputs and lacked others, in one forward."""
+    taken = [stage_inputs.Taken(frozenset(given), frozenset(lacking)) for given, lacking in stages]
+    return stage_inputs.difference([{("decoder", stage): [each]} for stage, each in enumerate(taken)])
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:

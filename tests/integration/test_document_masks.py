@@ -106,3 +106,13 @@ def test_a_loop_that_passes_a_mask_at_the_ends_alone_is_refused_in_its_first_cal
     first, other = megatron("core_loop_refusals", *V_HALF, CALLS, passed=passed, everywhere=False, **options)
     assert f"passes {name} to the layers of stage 0 and none to those of stage 1, which read it" in first
     assert first.count("\n") == 1 and other in ("", first)
+
+
+def test_a_stage_without_the_bounds_of_packed_samples_is_named(megatron):
+    packed, none = {"packed_seq_params"}, set()
+    assert megatron("input_difference", [(packed, none), (packed, none)]) == ""
+    assert megatron("input_difference", [(none, packed), (none, packed)]) == ""
+    assert megatron("input_difference", [(packed, {"padding_mask"}), (none, packed), (packed, none)]) == (
+        "the forward step passes packed_seq_params to the layers of stage 0 and none to those of stage 1, which read "
+        "it too: pass it on every stage (docs/loops.md), or on none"
+    )

@@ -23,8 +23,8 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.runtime.control_messages import of_all_ranks
 
 _MASK, _PADDING, _PACKED = "attention_mask", "padding_mask", "packed_seq_params"
-# Transformer Engine's attention reads a mask in these cases alone.
-_READS_MASKS = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
+# Types of attention for which Transformer Engine reads a mask.
+_READS_MASKS = ("padding", "padding_causal", "arbitrary")
 
 
 class Taken(NamedTuple):
@@ -131,10 +131,10 @@ def _read_by(block: Module) -> tuple[frozenset[str], bool]:
             names.add(_PADDING)
         elif isinstance(module, DotProductAttention):
             softmax = module.scale_mask_softmax
-            if softmax.window_size is None:  # otherwise it makes its own mask
+            if getattr(softmax, "window_size", None) is None:  # otherwise it makes its own mask
                 names.add(_MASK)
                 causal = causal and softmax.attn_mask_type is AttnMaskType.causal
-        elif getattr(module, "attn_mask_type", None) in _READS_MASKS:
+        elif getattr(getattr(module, "attn_mask_type", None), "name", "") in _READS_MASKS:
             names.add(_MASK)
             causal = False
     return frozenset(names), causal
