@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -25,6 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.schedules.integration.layers.tied import copies as found_copies
 from tests.integration.forked_ranks import run_ranks
@@ -49,6 +52,24 @@ def core_loop(
     world = math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
     groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
     return run_ranks(world, _loop, groups, settings, calls, options)
+
+
+def core_loop_refusals(
+    sizes: dict[str, int], settings: dict[str, Any], calls: Sequence[Call], **options: Any
+) -> list[str]:
+    """What each rank prints on standard error when :func:`core_loop` is refused with status 2."""
+    groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
+    return run_ranks(2, _refusal, groups, settings, calls, options)
+
+
+def _refusal(*job: Any) -> str:
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            _loop(*job)
+        except SystemExit as leaving:
+            assert leaving.code == 2
+            return said.getvalue()
+    raise AssertionError("the loop ran")
 
 
 def _loop(
@@ -162,11 +183,14 @@ def trained(
     passes: Counter[str],
     varied: bool = False,
     frozen_first: str | None = None,
+    passed: str = "causal",
+    everywhere: bool = True,
     **_: Any,
 ) -> list[Done]:
     """Calls the schedule function as verl does if samples are ``varied``, otherwise as megatron-core's quick start.
 
-    Parameters whose names contain ``frozen_first`` are trained from the second training call on.
+    Its forward step has ``passed`` layers a mask, see :func:`forward_step`. Parameters whose names contain
+    ``frozen_first`` are trained from the second training call on.
     """
     function = get_forward_backward_func()
     done: list[Done] = []
@@ -181,7 +205,7 @@ def trained(
                 chunk.zero_grad_buffer()
         iterators: Any = [samples(call, varied) for _ in chunks]
         results = function(
-            forward_step_func=forward_step,
+            forward_step_func=partial(forward_step, passed=passed, everywhere=everywhere),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=call.microbatches,
@@ -209,12 +233,28 @@ def samples(call: Call, varied: bool) -> Iterator[torch.Tensor]:
         yield torch.randint(WORDS, (ROWS, length), generator=generator)
 
 
-def forward_step(data_iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """Forward of a chunk, and what makes its loss."""
+def forward_step(
+    data_iterator: Iterator[torch.Tensor], model: Any, passed: str = "causal", everywhere: bool = True
+) -> tuple[torch.Tensor, Any]:
+    """Forward of a chunk, and what makes its loss.
+
+    Args:
+        data_iterator: the tokens.
+        model: the chunk.
+        passed: what its layers get: a "causal" mask, one that keeps "documents" apart, or one that marks "padding" too.
+        everywhere: whether all stages get it, or only the first and the last.
+    """
     tokens = next(data_iterator)
     length = tokens.shape[1]
-    mask = torch.ones(1, 1, length, length).triu(1).bool()
-    return model(tokens, torch.arange(length).expand(ROWS, -1), mask, labels=tokens.roll(-1, 1)), partial(loss, tokens)
+    mask: torch.Tensor | None = torch.ones(1, 1, length, length).triu(1).bool()
+    more = {"padding_mask": tokens % 3 == 0} if passed == "padding" else {}
+    if passed == "documents":
+        numbers = (tokens % 3 == 0).cumsum(1)
+        mask = mask | (numbers[:, None, :, None] != numbers[:, None, None, :])
+    if not everywhere and not any(get_attr_wrapped_model(model, end) for end in ("pre_process", "post_process")):
+        mask, more = None, {}
+    positions = torch.arange(length).expand(ROWS, -1)
+    return model(tokens, positions, mask, labels=tokens.roll(-1, 1), **more), partial(loss, tokens)
 
 
 def loss(tokens: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:

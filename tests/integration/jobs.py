@@ -35,7 +35,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.integration import gpt, model_binding, schedule_function
+from megatron.schedules.integration import gpt, model_binding, schedule_function, stage_inputs
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.model_stages import MegatronStages
@@ -52,13 +52,14 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     plain_attention,
+    reading_script,
     residual_streams,
     stalled_step,
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
 from tests.integration.behind_messages import Recorded, recorded
-from tests.integration.core_loop import core_loop
+from tests.integration.core_loop import core_loop, core_loop_refusals
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
@@ -77,7 +78,7 @@ quick_start()
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 # What the server is asked for by name, among others.
-__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
+__all__ = ["called", "core_loop", "core_loop_refusals", "imported_before", "in_groups", "reads_ahead", "train"]
 
 
 def train(
@@ -92,11 +93,12 @@ def train(
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
-    with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
-    ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
-    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
-    several residual streams: see :mod:`.residual_streams`.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of several
+    "documents", "packed" with documents, or with "conversations". Or a script reads documents where "Megatron says", or
+    "at the ends" alone: see :mod:`.reading_script`. With ``adapters`` only low-rank ones beside every linear are
+    trained. ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``,
+    each rank takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the
+    model has several residual streams: see :mod:`.residual_streams`.
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
@@ -119,9 +121,12 @@ def train_without_us(world: int, flags: Sequence[str]) -> tuple[list[int], list[
     return last["iterations"], last["losses"]
 
 
-def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
-    """How ``pretrain_gpt.py`` ends on each of ``world`` ranks: exit status and all it printed."""
-    return run_ranks(world, _ending, list(flags))
+def outputs(world: int, flags: Sequence[str], script: str | None = None) -> list[tuple[int, str]]:
+    """How ``pretrain_gpt.py`` ends on each of ``world`` ranks: exit status and all it printed.
+
+    A ``script`` reads its samples: see :mod:`.reading_script`.
+    """
+    return run_ranks(world, _ending, list(flags), script)
 
 
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
@@ -189,6 +194,12 @@ def replanned(
     ``standin_bytes`` for activations. The last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
     """
     return run_ranks(world, _replanned, list(flags), names, failing, standin_bytes, slow_from)
+
+
+def input_difference(stages: Sequence[tuple[set[str], set[str]]]) -> str:
+    """What is refused where stages, each on a rank of its own, were given inputs and lacked others, in one forward."""
+    taken = [stage_inputs.Taken(frozenset(given), frozenset(lacking)) for given, lacking in stages]
+    return stage_inputs.difference([{("decoder", stage): [each]} for stage, each in enumerate(taken)])
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -278,8 +289,10 @@ def _schedule_module() -> str:
     return str(training.get_forward_backward_func(pp_size=2, vp_size=None).__module__)
 
 
-def _ending(flags: list[str]) -> tuple[int, str]:
+def _ending(flags: list[str], script: str | None) -> tuple[int, str]:
     printed = io.StringIO()
+    if script is not None:
+        reading_script.put_in_place(script)
     sys.argv = ["pretrain_gpt.py", *flags]
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
@@ -524,9 +537,12 @@ def _rank(
         _vary_sizes(seen["shapes"])
     if samples == "cut":
         ordered_samples.cut()
-    if samples in ("packed", "conversations"):
+    if samples in ("documents", "packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
+    if samples in ("packed", "conversations"):
         _attend_to_packed(seen["shapes"], local="local" in flags)
+    if samples in ("Megatron says", "at the ends"):
+        reading_script.put_in_place(samples)
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]

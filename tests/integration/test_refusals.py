@@ -275,6 +275,12 @@ REFUSED = {
         "--dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 2",
         "leave the flag out",
     ),
+    "positions of three dimensions": ("--position-embedding-type mrope --mrope-section 1 1 2", "one: give rope"),
+    "multi-token prediction in the middle": (
+        "--pipeline-model-parallel-layout Ett|tt|ttttm|L --mtp-num-layers 1",
+        "--pipeline-model-parallel-layout 'Ett|tt|ttttm|L': a stage of multi-token prediction in the middle would get "
+        "no tokens here; write every m before the L",
+    ),
     "auto within too little": ("--pipeline-schedule auto --pipeline-memory-limit 0.001", "--pipeline-memory-limit"),
     "adaptive without a limit": ("--pipeline-schedule adaptive", "--pipeline-memory-limit"),
     "a limit that is none": (

@@ -26,7 +26,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.flags.gpt_data import sequences_per_dataset
+from megatron.schedules.integration.flags.gpt_data import masks_documents, packs, sequences_per_dataset
 
 # Dataset settings that differ in name from their Megatron flag.
 _FLAG_OF = {
@@ -44,7 +44,7 @@ _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Builds training, validation and test data as the flags say, on ranks whose chunk ``vp_stage`` reads data.
 
-    With packed sequences every chunk reads data, because its attention needs the sequence bounds.
+    Every chunk reads data if its attention needs the samples' bounds or their masks.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -134,19 +134,14 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     return total, count, {"lm loss": reported}
 
 
-def _packs() -> bool:
-    """Returns whether a sample packs several sequences, each of which attends only to itself."""
-    args = get_args()
-    return bool(args.sft or args.dataloader_inter_document_masking)
-
-
 def _masks() -> bool:
     """Returns whether samples have an attention mask. Packed samples have sequence bounds instead."""
-    return get_args().create_attention_mask_in_dataloader and not _packs()
+    return get_args().create_attention_mask_in_dataloader and not packs(get_args())
 
 
 def _reads(vp_stage: int | None) -> bool:
-    return _packs() or is_first_or_last_pipeline_stage(vp_stage)
+    args = get_args()
+    return packs(args) or masks_documents(args) or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=_packs(),
+        has_cu_seqlens=packs(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=_masks(),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -171,7 +166,8 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=bool(args.mtp_num_layers) and is_last,
+        # With it stock sends everything to any stage, otherwise no mask to those in the middle.
+        mtp_on_this_rank=(bool(args.mtp_num_layers) and is_last) or masks_documents(args),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         is_pipeline_last_stage=is_last,

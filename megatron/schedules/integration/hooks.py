@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron.core import utils as core_utils
 from megatron.core.datasets import utils as dataset_utils
-from megatron.training import arguments, checkpointing, training
+from megatron.training import arguments, checkpointing, training, utils
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models import dist_utils
 
@@ -28,6 +29,7 @@ from megatron.schedules.integration.expert_messages import reset_stocks_own
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.gpt_data import masks_documents
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.gpu_libraries import came_compiled
@@ -145,6 +147,23 @@ def _evaluate_and_print_results(
     return stock(prefix, step, data_iterator, *rest, **kwargs)
 
 
+def _masks_documents(session: Session) -> bool:
+    """Returns whether the layers of every stage take a mask from their batch, under a schedule of ours."""
+    return session.planner is not None and session.args is not None and masks_documents(session.args)
+
+
+def _is_first_or_last_pipeline_stage(stock: Stock, session: Session, vp_stage: int | None) -> bool:
+    return _masks_documents(session) or bool(stock(vp_stage))
+
+
+def _get_batch_on_this_tp_rank(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    if not _masks_documents(session):
+        return stock(*args, **kwargs)
+    call = inspect.signature(stock).bind(*args, **kwargs)
+    call.arguments["mtp_on_this_rank"] = True  # then stock sends everything to any stage
+    return stock(*call.args, **call.kwargs)
+
+
 def _compile_helpers(stock: Stock, session: Session) -> None:
     if not came_compiled():
         stock()
@@ -207,6 +226,18 @@ HOOKS = (
         "evaluate_and_print_results",
         "with several chunks stock takes the chunks' lists of validation sets for the sets",
         _evaluate_and_print_results,
+    ),
+    Hook(
+        utils,
+        "is_first_or_last_pipeline_stage",
+        "scripts ask it whether a stage reads data; with a mask that keeps documents apart every stage does",
+        _is_first_or_last_pipeline_stage,
+    ),
+    Hook(
+        core_utils if hasattr(core_utils, "get_batch_on_this_tp_rank") else utils,  # by version
+        "get_batch_on_this_tp_rank",
+        "stock sends no mask to tensor-parallel ranks of a stage in the middle",
+        _get_batch_on_this_tp_rank,
     ),
     Hook(
         checkpointing,

@@ -30,6 +30,7 @@ from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.rank_device import PeakReport
 from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.stage_inputs import StageInputs
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.behind_messages import MessageBudget
 from megatron.schedules.runtime.engine import Observer, run
@@ -59,6 +60,7 @@ class ScheduleFunction:
         lengths: plans training iterations for the lengths of their microbatches.
         profiler: notified of every training call; None for none.
         hiding: messages of experts that weight gradients hide; None for none.
+        masks_documents: whether masks depend on data; see :class:`.StageInputs`.
 
     Attributes:
         between: called on all ranks before each training call looks up its program. The program may be changed here.
@@ -80,6 +82,7 @@ class ScheduleFunction:
         lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
         hiding: ExpertMessages | None = None,
+        masks_documents: bool = False,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._log = messages, observers, log
@@ -87,6 +90,8 @@ class ScheduleFunction:
         self.between: Callable[[], None] = lambda: None
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
+        own = planner.placement.stages_of(self._rank)
+        self._inputs = StageInputs(own, self._group, masks_documents=masks_documents)
         self._relay = ResultRelay(self._group, planner.last_stage_rank)
         self.model = ModelBinding(planner)
         self._reported = False
@@ -173,7 +178,8 @@ class ScheduleFunction:
         with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
                 observers += log.begin(program, planned and planned.timeline)
-            with host_waits(self._waits if log is not None and not self._reported else None):
+            noted = host_waits(self._waits if log is not None and not self._reported else None)
+            with self._inputs.compared(chunks), noted:
                 run(program, stages, transport, observers, self._tracker)
             if log is not None:
                 log.end()
