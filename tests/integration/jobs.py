@@ -66,6 +66,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
+from tests.integration.wrapped_loop import passing, wrapped_loops
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
@@ -77,7 +78,7 @@ quick_start()
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 # What the server is asked for by name, among others.
-__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "passing", "reads_ahead", "train", "wrapped_loops"]
 
 
 def train(
