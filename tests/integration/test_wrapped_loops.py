@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.schedules.planner.registry import NAMES, splits
-from tests.integration.results import Call
+from tests.integration.results import MODEL, UNTIED, Call
 
 CALLS = (Call(3, seed=1),)
 MEGATRONS = "wrap the model in megatron.core.distributed.DistributedDataParallel instead"
@@ -63,6 +63,14 @@ def test_torchs_data_parallelism_is_refused_with_several_chunks_also_if_backward
 ) -> None:
     (line,) = refusals(megatron, [("torch's DistributedDataParallel", schedule)], chunks=2)
     assert "torch's DistributedDataParallel, which expects stock's order of passes" in line and line.endswith(MEGATRONS)
+
+
+def test_a_part_that_a_script_of_megatron_lms_wraps_is_refused_too(megatron: Any) -> None:
+    flags = [*MODEL, *UNTIED, "--pipeline-model-parallel-size", "2", "--train-iters", "1", "--global-batch-size", "4"]
+    flags += ["--pipeline-schedule", "zb-1p"]
+    (status, said), (other, _) = megatron("wrapped_outputs", 2, flags, "torch's DistributedDataParallel of a part")
+    assert (status, other) == (2, 2)
+    assert "error: --pipeline-schedule zb-1p does not work with torch's DistributedDataParallel of " in said
 
 
 def test_a_no_sync_func_that_would_do_nothing_is_refused(megatron: Any) -> None:

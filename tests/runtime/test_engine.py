@@ -200,7 +200,7 @@ class WithoutGradient(Recorder):
 
 @pytest.mark.parametrize("backward", ["0F0 1F0 1B0 0B0", "0F0 1F0 1I0 0I0 1W0 0W0"])
 def test_a_stage_that_gives_its_input_no_gradient_is_told_in_plain_words(backward: str):
-    said = "the backward of stage 1, microbatch 0 gave its input no gradient, and stage 0 waits for it: .*.*no_grad.*detach"
+    said = "the backward of stage 1, microbatch 0 gave its input no gradient, and stage 0 waits for it: .*no_grad"
     with pytest.raises(ProgramError, match=said):
         run(one_rank(backward, chunks=2), WithoutGradient({0: torch.ones(1)}), NoTransport())
 
