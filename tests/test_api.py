@@ -94,7 +94,7 @@ def test_rows_tell_why_there_is_no_plan() -> None:
         ({"pipeline_size": 4.5}, "pipeline_size: must be a whole number above zero, not 4.5"),
         ({"microbatches": 0}, "microbatches: must be a whole number above zero, not 0"),
         ({"memory_limit": "half"}, "memory_limit 'half' is neither a fraction such as 0.5 nor such as 20GiB"),
-        ({"memory_limit": 0.5}, "memory_limit goes with schedule adaptive, not v-half"),
+        ({"memory_limit": 0.5}, "memory_limit goes with schedule adaptive or auto, not v-half"),
         ({"costs": (1, 2)}, "costs"),
         ({"costs": (1, 2, -1)}, "costs"),
         ({"costs": "none.json"}, "costs: cannot read none.json"),
@@ -141,6 +141,8 @@ def test_flags_go_before_arguments_of_install_and_arguments_before_variables(mon
     ("arguments", "variables", "said"),
     [
         ({"schedule": "v-halff"}, {}, "unknown schedule 'v-halff': did you mean v-half?"),
+        ({"schedule": "nope"}, {}, ", v-zb, adaptive, auto, file\n"),
+        ({}, {"PIPELINE_SCHEDULE": "nope"}, ", v-zb, adaptive, auto, file\n"),
         ({"schedule": "adaptive"}, {}, "--pipeline-memory-limit is missing: "),
         ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_MEMORY_LIMIT": "0.5"}, "--pipeline-memory-limit goes with "),
         ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_REPLAN": "yes"}, "$PIPELINE_REPLAN must be 1 or 0, not 'yes'"),

@@ -177,9 +177,12 @@ WRONG = {
     "a limit of nothing": ([*ADAPTIVE, "--memory-limit", "0"], "--memory-limit '0' is neither a fraction"),
     "a limit below nothing": ([*ADAPTIVE, "--memory-limit", "-0.5"], "--memory-limit '-0.5' is neither a fraction"),
     "too small a limit": ([*ADAPTIVE, "--memory-limit", "0.2"], "0.25 is the smallest that works"),
-    "a limit for what has a name": ([*PLAN, "--memory-limit", "0.5"], "--schedule adaptive, not v-half"),
+    "a limit for what has a name": ([*PLAN, "--memory-limit", "0.5"], "--schedule adaptive or auto, not v-half"),
     "no chunk for adaptive": ([*ADAPTIVE, "--schedule", "adaptive:0"], "--schedule adaptive: 0 is too small"),
-    "what no schedule may save": ([*PLAN, "--save-memory", "both"], "with --schedule adaptive or file, not v-half"),
+    "what no schedule may save": (
+        [*PLAN, "--save-memory", "both"],
+        "with --schedule adaptive or auto or file, not v-half",
+    ),
     "a way to save that is none": ([*ADAPTIVE, "--save-memory", "auto"], "--save-memory 'auto' is unknown: use none"),
 }
 

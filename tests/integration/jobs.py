@@ -28,6 +28,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
@@ -67,6 +68,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
+from tests.integration.wrapped_loop import WRAPPERS, passing, wrapped_loops
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
@@ -78,7 +80,17 @@ quick_start()
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 # What the server is asked for by name, among others.
-__all__ = ["called", "core_loop", "core_loop_refusals", "imported_before", "in_groups", "reads_ahead", "train"]
+__all__ = [
+    "called",
+    "core_loop",
+    "core_loop_refusals",
+    "imported_before",
+    "in_groups",
+    "passing",
+    "reads_ahead",
+    "train",
+    "wrapped_loops",
+]
 
 
 def train(
@@ -127,6 +139,11 @@ def outputs(world: int, flags: Sequence[str], script: str | None = None) -> list
     A ``script`` reads its samples: see :mod:`.reading_script`.
     """
     return run_ranks(world, _ending, list(flags), script)
+
+
+def wrapped_outputs(world: int, flags: Sequence[str], wrapper: str) -> list[tuple[int, str]]:
+    """The same, where the user's model is wrapped as :data:`.wrapped_loop.WRAPPERS` says."""
+    return run_ranks(world, _wrapped_ending, list(flags), wrapper)
 
 
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
@@ -289,7 +306,7 @@ def _schedule_module() -> str:
     return str(training.get_forward_backward_func(pp_size=2, vp_size=None).__module__)
 
 
-def _ending(flags: list[str], script: str | None) -> tuple[int, str]:
+def _ending(flags: list[str], script: str | None = None) -> tuple[int, str]:
     printed = io.StringIO()
     if script is not None:
         reading_script.put_in_place(script)
@@ -300,6 +317,17 @@ def _ending(flags: list[str], script: str | None) -> tuple[int, str]:
         except SystemExit as leaving:
             return int(leaving.code or 0), printed.getvalue()
     return 0, printed.getvalue()
+
+
+def _wrapped_ending(flags: list[str], wrapper: str) -> tuple[int, str]:
+    build = GPTModel.__init__
+
+    def built(model: Any, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        WRAPPERS[wrapper]([model])
+
+    GPTModel.__init__ = built
+    return _ending(flags)
 
 
 def _reductions(flags: list[str]) -> list[tuple[str, int]]:

@@ -43,11 +43,11 @@ REFUSED = {
     ),
     "a limit without a schedule": (
         "--pipeline-memory-limit 0.8 --pipeline-costs 1,2,3",
-        "--pipeline-memory-limit goes with --pipeline-schedule adaptive, which is missing",
+        "--pipeline-memory-limit goes with --pipeline-schedule adaptive or auto, which is missing",
     ),
     "a way to save memory without a schedule": (
         "--pipeline-save-memory recompute",
-        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive, which is missing",
+        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive or auto, which is missing",
     ),
     "a dry run without a schedule": (
         "--pipeline-dry-run",
@@ -295,7 +295,7 @@ REFUSED = {
     "a limit for another schedule": ("--pipeline-schedule v-half --pipeline-memory-limit 0.5", "goes with"),
     "recompute for another schedule": (
         "--pipeline-schedule v-half --pipeline-save-memory recompute",
-        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive, not v-half",
+        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive or auto, not v-half",
     ),
     "memory saved nobody knows how": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory some",
@@ -391,7 +391,7 @@ REFUSED = {
     ),
     "a limit measured for a schedule that has its own": (
         "--pipeline-schedule v-half --pipeline-memory-limit auto",
-        "--pipeline-memory-limit goes with --pipeline-schedule adaptive, not v-half",
+        "--pipeline-memory-limit goes with --pipeline-schedule adaptive or auto, not v-half",
     ),
     "a profile of one iteration": (
         "--pipeline-schedule v-half --pipeline-measure out:1-1",

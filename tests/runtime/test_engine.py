@@ -189,6 +189,22 @@ def test_a_stage_that_returns_nothing_is_named():
         run(one_rank("0F0 1F0", chunks=2), Recorder(), NoTransport())
 
 
+class WithoutGradient(Recorder):
+    """Stages whose outputs do not depend on their inputs through autograd."""
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        return None
+
+    backward_input = backward
+
+
+@pytest.mark.parametrize("backward", ["0F0 1F0 1B0 0B0", "0F0 1F0 1I0 0I0 1W0 0W0"])
+def test_a_stage_that_gives_its_input_no_gradient_is_told_in_plain_words(backward: str):
+    said = "the backward of stage 1, microbatch 0 gave its input no gradient, and stage 0 waits for it: .*no_grad"
+    with pytest.raises(ProgramError, match=said):
+        run(one_rank(backward, chunks=2), WithoutGradient({0: torch.ones(1)}), NoTransport())
+
+
 def test_unsound_programs_end_with_an_error():
     with pytest.raises(ProgramError, match="1F0 needs stage 1's input of microbatch 0, which is not there"):
         run(in_a_wrong_order(one_rank("0F0 1F0", chunks=2)), Recorder({0: torch.ones(1)}), NoTransport())

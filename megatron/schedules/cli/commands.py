@@ -18,7 +18,7 @@ from megatron.schedules.cli.options import FLAGS, plan_of, plans_of, schedule_fl
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.registry import AUTO, NAMES, describe
+from megatron.schedules.planner.registry import AUTO, CHOICES, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, PICTURES, Drawing, check_library, drawn, of_plans, of_run, picture
@@ -100,7 +100,7 @@ def _plan(
 ) -> None:
     """Plan one schedule: its order, timeline, bubble and activation memory."""
     if schedule is None:
-        raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
+        raise PlanError(f"--schedule is missing: name one of {', '.join(CHOICES)}")
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
     plans = plans_of([schedule], [], **size)

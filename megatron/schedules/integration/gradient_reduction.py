@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 
@@ -33,9 +34,10 @@ class GradientReduction:
     """
 
     def __init__(self, chunks: Sequence[Any], *, overlapped: bool) -> None:
-        self._chunks = chunks
+        self._chunks = [reduced(chunk) for chunk in chunks]
         self._groups = [
-            [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if overlapped else [] for chunk in chunks
+            [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if overlapped and chunk is not None else []
+            for chunk in self._chunks
         ]
         self._paced = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self._queue: deque[tuple[Any, Callable[[], None]]] = deque()
@@ -107,3 +109,11 @@ class GradientReduction:
             _, start = self._queue.popleft()
             self._left -= 1
             start()
+
+
+def reduced(chunk: Any) -> Any:
+    """Returns the ``DistributedDataParallel`` in ``chunk``, which may be wrapped again; None if it has none."""
+    try:
+        return get_attr_wrapped_model(chunk, "bucket_groups", return_model_obj=True)
+    except RuntimeError:
+        return None

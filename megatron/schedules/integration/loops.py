@@ -33,12 +33,13 @@ from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.model_checks import refuse_unfit
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.spec import JobSpec, StockLayers
 from megatron.schedules.job.stage_layers import layers_by_stage, letters_by_stage
-from megatron.schedules.job.values import layers_choice
+from megatron.schedules.job.values import layers_choice, schedule_choice
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.recorder import ProfilerRanges
 from megatron.schedules.schedule.model_loads import even
@@ -52,6 +53,7 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
         return None
     if session.spec is not None and session.planner is not None:
         if session.job is None:
+            refuse_unfit(listed(call["model"]), session.spec.settings.schedule)
             session.job = _begun(session, session.spec, session.planner, session.args, session.iteration)
         return session.job.function
     chunks = listed(call["model"])
@@ -118,6 +120,8 @@ class LoopJob:
     def __init__(self, session: Session, chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> None:
         self._done = 0
         _refuse_other_groups(call)
+        asked = schedule_choice(FLAGS["schedule"], session.settings["pipeline_schedule"])
+        refuse_unfit(chunks, asked, session.current_placement)
         args = live_args(session.settings, chunks, call)
         job = check(args)
         assert job is not None, "a schedule is given"

@@ -20,7 +20,18 @@ from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress, unheard
 
-__all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "placement", "plan", "stages", "with_parts"]
+__all__ = [
+    "CHOICES",
+    "NAMES",
+    "Request",
+    "check_parts",
+    "describe",
+    "every_named",
+    "placement",
+    "plan",
+    "stages",
+    "with_parts",
+]
 
 # Chooses among all other schedules; see :mod:`.service`.
 AUTO = "auto"
@@ -190,7 +201,10 @@ _ENTRIES = {
     ),
 }
 
-NAMES = tuple(name for name in _ENTRIES if name != AUTO)
+CHOICES = tuple(_ENTRIES)
+"""All that a user may name."""
+NAMES = tuple(name for name in CHOICES if name != AUTO)
+"""Schedules that a plan may have."""
 
 
 def describe(name: str) -> str:
@@ -235,7 +249,7 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
     for part in sorted(not_always & set(given)):
         if any(heeds(name, part) for name in names):
             continue
-        heeding = [name for name in NAMES if part in _ENTRIES[name].heeds]
+        heeding = [name for name in CHOICES if heeds(name, part)]
         instead = f", not {', '.join(names)}: leave one of them out" if names else ", which is missing"
         if len(names) > 2:
             instead = ", which is not among those asked for: leave the flag out"
@@ -292,8 +306,8 @@ def planned_makespan(request: Request, planned: Callable[[Request], Schedule]) -
 
 def _entry(name: str) -> _Entry:
     if name not in _ENTRIES:
-        close = difflib.get_close_matches(name.lower(), (AUTO, *NAMES), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(NAMES)}"
+        close = difflib.get_close_matches(name.lower(), CHOICES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(CHOICES)}"
         raise PlanError(f"unknown schedule {name!r}: {hint}", "schedule")
     return _ENTRIES[name]
 

@@ -17,6 +17,7 @@ from megatron.schedules.runtime.program import (
     Op,
     Program,
     ProgramError,
+    Result,
     Slot,
 )
 from megatron.schedules.runtime.stage_interface import Stages
@@ -133,6 +134,14 @@ class _Mailbox:
         """Stores the result of a pass for its user; drops a result without a user."""
         if instruction.filled is None:
             return
+        if result is None and instruction.filled.result is Result.GRADIENT:
+            _, stage, microbatch, _ = instruction.action
+            raise ProgramError(
+                f"the backward of stage {stage}, microbatch {microbatch} gave its input no gradient, and stage "
+                f"{instruction.filled.stage} waits for it: the stage's output does not depend on its input through "
+                "autograd, as where a forward runs under torch.no_grad() or detaches its result; to freeze layers, set "
+                "requires_grad=False on their parameters instead"
+            )
         if result is None:
             raise ProgramError(f"{instruction.action} returned nothing, and it has to give {instruction.filled}")
         self._held[instruction.filled] = result.detach()
