@@ -9,6 +9,7 @@ parameter, and whoever asks for the parameter's gradient gets the leaf's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -137,15 +138,8 @@ class ParameterLeaves:
 
     @contextmanager
     def _backwards(self, deferring: Key | None) -> Iterator[None]:
-        # torch has no public way to see every backward: this is what autograd.grad, autograd.backward and
-        # Tensor.backward all call, however they were imported.
-        outer = torch.autograd._engine_run_backward
-        torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
-        try:
-            with self._defer(deferring):
-                yield
-        finally:
-            torch.autograd._engine_run_backward = outer
+        with _sees_backwards(self), self._defer(deferring):
+            yield
 
     @contextmanager
     def _defer(self, key: Key | None) -> Iterator[None]:
@@ -161,7 +155,7 @@ class ParameterLeaves:
             for switch in switches:
                 switch(outer is not None)
 
-    def _run(
+    def run_backward(
         self,
         outputs: Sequence[Any],
         gradients: Sequence[Any],
@@ -196,6 +190,40 @@ class ParameterLeaves:
 
     def _open(self) -> Iterator[_Leaf]:
         return (each for leaves in self._leaves.values() for each in leaves)
+
+
+# Whose passes run now, each with its thread.
+_running: list[tuple[int, ParameterLeaves]] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def _sees_backwards(leaves: ParameterLeaves) -> Iterator[None]:
+    """Has every backward of the process run by ``leaves``, while a pass runs.
+
+    torch has no public way to see them: what is replaced is what autograd.grad, autograd.backward and Tensor.backward
+    all call, however they were imported.
+    """
+    entry = (threading.get_ident(), leaves)
+    with _lock:
+        _running.append(entry)
+        torch.autograd._engine_run_backward = _run_backward
+    try:
+        yield
+    finally:
+        with _lock:
+            _running.remove(entry)
+            if not _running:
+                torch.autograd._engine_run_backward = engine
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Runs a backward for the passes of its thread, or of any: a device's backward has threads of autograd's own."""
+    running, thread = list(_running), threading.get_ident()
+    if not running:
+        return engine(*args, **kwargs)
+    own = next((leaves for owner, leaves in reversed(running) if owner == thread), running[-1][1])
+    return own.run_backward(*args, **kwargs)
 
 
 def _has_hooks(each: _Leaf) -> bool:
