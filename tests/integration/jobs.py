@@ -51,6 +51,7 @@ from tests.integration import (
     kernel_attention,
     low_rank,
     ordered_samples,
+    own_loader,
     plain_attention,
     residual_streams,
     stalled_step,
@@ -93,7 +94,8 @@ def train(
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
-    with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
+    with documents, with "conversations", or come from the user's "own loader". With ``adapters`` only low-rank ones
+    beside every linear are trained.
     ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
     takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
     several residual streams: see :mod:`.residual_streams`.
@@ -524,6 +526,8 @@ def _rank(
         _vary_sizes(seen["shapes"])
     if samples == "cut":
         ordered_samples.cut()
+    if samples == "own loader":
+        own_loader.put_in_place(flags)
     if samples in ("packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
         _attend_to_packed(seen["shapes"], local="local" in flags)
