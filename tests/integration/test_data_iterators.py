@@ -46,3 +46,27 @@ def test_a_loader_of_ones_own_is_skipped_and_saved_with_its_state(megatron: Mega
     assert read == [{"read": 12}, {"read": 12}]
     assert ours.iterations == stock.iterations == [1, 3, 4]
     assert len(ours.losses) == 3
+
+
+def test_iterations_that_a_file_skips_are_refused_where_samples_are_read_ahead(
+    megatron: Megatron, tmp_path: Path
+) -> None:
+    """Megatron reads the file when it validates its arguments, and writes a line about it."""
+    file = tmp_path / "tracker"
+    line = (
+        "ts=1 node=a device=0 jobID={} rank=0 iteration=3 status=RerunDiagnostic.RERUN_DISABLED result=nan message=x\n"
+    )
+    file.write_text(line.format(1) + line.format(2))
+    job = [*MODEL, *UNTIED, *JOB, "--pipeline-model-parallel-size", "2", *under("v-half"), "--pipeline-plan-lengths"]
+    found = megatron("outputs", 2, [*job, "--result-rejected-tracker-filename", str(file)])
+    assert [code for code, _ in found] == [2, 2]
+    assert "--pipeline-plan-lengths does not go with --result-rejected-tracker-filename" in found[0][1]
+
+
+def test_a_job_whose_last_measured_iteration_is_skipped_writes_the_costs_of_the_others(
+    megatron: Megatron, tmp_path: Path
+) -> None:
+    job = [*MODEL, *UNTIED, *JOB, "--pipeline-model-parallel-size", "2", *under("v-half"), "--eval-iters", "0"]
+    found = megatron("outputs", 2, [*job, "--pipeline-measure", f"{tmp_path}:1-3", "--iterations-to-skip", "3"])
+    assert [code for code, _ in found] == [0, 0]
+    assert (tmp_path / "costs.json").exists()

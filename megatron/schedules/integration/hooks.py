@@ -26,7 +26,7 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.expert_messages import reset_stocks_own
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.declared import add_arguments, mend_help
+from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
@@ -71,6 +71,11 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
         args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
+    if settings.plan_lengths and args.iterations_to_skip:  # of --result-rejected-tracker-filename: read just now
+        refuse(
+            f"{FLAGS['plan_lengths']} does not go with --result-rejected-tracker-filename, which names iterations to "
+            "skip: samples are read an iteration ahead; leave one of the two out"
+        )
     if placement.chunks > 1:
         _set_chunks(args, placement, job.layers)
     session.hybrid_layers = job.layers if hybrid else None
