@@ -16,7 +16,6 @@ from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses,
 JOB = ("--train-iters", "4", "--global-batch-size", "3", *CLIP_NOTHING)
 
 
-@pytest.mark.feature("iterations to skip")
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_after_skipped_iterations_all_chunks_go_on_with_the_same_samples(train: Any, schedule: str) -> None:
     """Which sample a chunk reads decides its embedding or its loss: one sample too many changes every gradient."""
