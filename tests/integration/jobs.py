@@ -52,6 +52,7 @@ from tests.integration import (
     kernel_attention,
     low_rank,
     ordered_samples,
+    own_loader,
     plain_attention,
     reading_script,
     residual_streams,
@@ -106,7 +107,7 @@ def train(
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of several
-    "documents", "packed" with documents, or with "conversations". Or a script reads documents where "Megatron says", or
+    "documents", "packed" with documents, with "conversations", or from the user's "own loader". Or a script reads documents where "Megatron says", or
     "at the ends" alone: see :mod:`.reading_script`. With ``adapters`` only low-rank ones beside every linear are
     trained. ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``,
     each rank takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the
@@ -565,6 +566,8 @@ def _rank(
         _vary_sizes(seen["shapes"])
     if samples == "cut":
         ordered_samples.cut()
+    if samples == "own loader":
+        own_loader.put_in_place(flags)
     if samples in ("documents", "packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
     if samples in ("packed", "conversations"):

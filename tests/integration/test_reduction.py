@@ -65,6 +65,17 @@ def test_weights_are_stocks_with_many_buckets(train: Any, schedule: str) -> None
     assert [str(k) for k, v in stock.weights.items() if not torch.equal(v, ours.weights[k])] == []
 
 
+@pytest.mark.parametrize("schedule", each_schedule("v-half"))
+def test_gradients_summed_in_fp32_lead_to_stocks_weights(train: Any, schedule: str) -> None:
+    """In bf16 they are rounded once. The tied output layer is in a bucket of its own, in the last chunk as well."""
+    job = ("--train-iters", "2", "--global-batch-size", "4", *OVERLAPPED, *CLIP_NOTHING, "--bf16")
+    job += ("--grad-reduce-in-bf16", "--use-distributed-optimizer", "--ddp-reduce-scatter-with-fp32-accumulation")
+    ours, stock = train(4, *job, *under(schedule), tied=True), train.stock(4, *job, tied=True)
+    assert_same_losses(ours, stock)
+    assert ours.weights.keys() == stock.weights.keys()
+    assert [str(k) for k, v in stock.weights.items() if not torch.equal(v, ours.weights[k])] == []
+
+
 class Group:
     """A bucket group of Megatron's, as far as it is used."""
 

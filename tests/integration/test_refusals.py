@@ -422,6 +422,12 @@ REFUSED = {
         "--pipeline-measure out",
         "--pipeline-measure goes with --pipeline-schedule: name one of 1f1b",
     ),
+    "a conversion to a format that does not say where layers are": (
+        "--pipeline-schedule v-half --ckpt-convert-format torch",
+        "does not work with --ckpt-convert-format: the format torch does not say which layers or words a rank holds; "
+        "convert without --pipeline-schedule",
+    ),
+    "a restart inside the process": ("--pipeline-schedule 1f1b --inprocess-restart", "--inprocess-restart"),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
     "more layers than a plan can have": (
         "--pipeline-schedule v-half --num-layers 100000000",

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
@@ -137,6 +138,15 @@ def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) ->
             tied.start_equal((first, chunk))
 
 
+def _partition_buckets(
+    stock: Stock, session: Session, buffers: Any, force_single_bucket_group: bool = False, **kwargs: Any
+) -> Any:
+    # A sum in fp32 is taken of one bucket. The results do not depend on how buckets are grouped.
+    config = buffers[0].ddp_config if session.has_schedule and buffers else None
+    one = getattr(config, "reduce_scatter_with_fp32_accumulation", False)  # 0.17 has no such field
+    return stock(buffers, force_single_bucket_group=force_single_bucket_group and not one, **kwargs)
+
+
 _WAITS = "stock waits for each message of experts as soon as it has started: weight gradients can run behind it"
 _CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
 
@@ -176,6 +186,12 @@ CORE_HOOKS = (
     Hook(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", _WAITS, _sent_by(ExpertMessages.scatter)),
     Hook(fused_a2a, "get_buffer", f"{_WAITS} (DeepEP)", _get_buffer),
     Hook(fused_a2a, "init_hybrid_ep_buffer", "HybridEP sends on the stream that computes", _init_hybrid_ep_buffer),
+    Hook(
+        distributed_data_parallel,
+        "partition_buckets",
+        "stock groups all buckets of a chunk after the first, and cannot sum the gradients of a group in fp32",
+        _partition_buckets,
+    ),
     Hook(
         parallel_state,
         "default_embedding_ranks",

@@ -21,13 +21,13 @@ from megatron.training import arguments, checkpointing, training, utils
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models import dist_utils
 
-from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration import checkpoints, data_iterators
 from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.expert_messages import reset_stocks_own
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.declared import add_arguments, mend_help
+from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.gpt_data import masks_documents
 from megatron.schedules.integration.flags.planner import Planner
@@ -73,6 +73,11 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
         args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
+    if settings.plan_lengths and args.iterations_to_skip:  # of --result-rejected-tracker-filename: read just now
+        refuse(
+            f"{FLAGS['plan_lengths']} does not go with --result-rejected-tracker-filename, which names iterations to "
+            "skip: samples are read an iteration ahead; leave one of the two out"
+        )
     if placement.chunks > 1:
         _set_chunks(args, placement, job.layers)
     session.hybrid_layers = job.layers if hybrid else None
@@ -128,23 +133,6 @@ def _build_chunks(stock: Stock, session: Session, build_chunk: Any, *args: Any, 
     if session.two_copies:
         tied.start_equal(model)
     return model
-
-
-def _build_data_iterators(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    found = stock(*args, **kwargs)
-    if session.planner is not None and isinstance(session.args.eval_iters, list):
-        counts = zip(session.args.eval_iters, session.evaluations or session.args.eval_iters, strict=True)
-        session.evaluations = session.args.eval_iters = [max(now or 0, before or 0) for now, before in counts]
-    return found
-
-
-def _evaluate_and_print_results(
-    stock: Stock, session: Session, prefix: Any, step: Any, data_iterator: Any, *rest: Any, **kwargs: Any
-) -> Any:
-    several = session.planner is not None and session.planner.placement.chunks > 1
-    if several and session.args.multiple_validation_sets and all(isinstance(each, list) for each in data_iterator):
-        data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
-    return stock(prefix, step, data_iterator, *rest, **kwargs)
 
 
 def _masks_documents(session: Session) -> bool:
@@ -218,14 +206,26 @@ HOOKS = (
     Hook(
         training,
         "build_train_valid_test_data_iterators",
-        "a chunk without data forgets how long each of several validation sets is",
-        _build_data_iterators,
+        "a chunk without data forgets how long each of several validation sets is; a user's loader may be in a list",
+        data_iterators.build_data_iterators,
     ),
     Hook(
         training,
         "evaluate_and_print_results",
         "with several chunks stock takes the chunks' lists of validation sets for the sets",
-        _evaluate_and_print_results,
+        data_iterators.evaluate_and_print_results,
+    ),
+    Hook(
+        training,
+        "dummy_train_step",
+        "stock skips an iteration by reading from one iterator: not a list of them, nor where a rank reads no data",
+        data_iterators.skip_iteration,
+    ),
+    Hook(
+        checkpointing,
+        "maybe_save_dataloader_state",
+        "stock saves the state of one loader, not of a list",
+        data_iterators.save_loader_state,
     ),
     Hook(
         utils,

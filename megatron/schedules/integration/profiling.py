@@ -87,6 +87,8 @@ class _Iteration:
 class Profiler:
     """Measures the training calls of iterations A to B and gathers the measurements at the end of B.
 
+    If B is skipped (``--iterations-to-skip``), it gathers them before the next iteration.
+
     Bytes are counted in A, times are measured in the iterations after it. So that each pass is measured with its own
     work alone, no weight gradients run behind messages of experts before B, nor in B if no other iteration is timed.
 
@@ -113,12 +115,9 @@ class Profiler:
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
         """Begins a training call. ``meter`` may already count in it."""
         number, (first, last) = self._iteration(), self._measured.timed
-        if number > self._measured.counted and self._bytes is None and not self._late:
-            self._late = True
-            print_rank_0(
-                f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
-                f"{FLAGS['measure']} begins with {self._measured.counted}"
-            )
+        if number > last and self._numbers:  # the last one was skipped
+            self._gather()
+        self._say_if_missed(number)
         if number == self._measured.counted:
             if standin.enabled() and meter is None:
                 meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
@@ -142,8 +141,19 @@ class Profiler:
             return
         self._recorder.end()
         if number == last:
-            torch.cuda.synchronize()
             self._gather()
+
+    def _say_if_missed(self, number: int) -> None:
+        """Logs once that the measured iterations are over, or skipped, and nothing was measured."""
+        counted, last = self._measured.counted, self._measured.last
+        missed = f"begins with {counted}" if self._bytes is None else f"ends with {last}"
+        if self._late or self.profile is not None or number <= (counted if self._bytes is None else last):
+            return
+        self._late = True
+        print_rank_0(
+            f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
+            f"{FLAGS['measure']} {missed}"
+        )
 
     def _taken(self) -> list[_Iteration]:
         found = []
@@ -158,6 +168,7 @@ class Profiler:
 
     def _gather(self) -> None:
         assert self._bytes is not None
+        torch.cuda.synchronize()
         iterations, changes = self._taken(), self._bytes.changes
         group = parallel_state.get_pipeline_model_parallel_group()
         timed = [each for each in iterations if each.exposes or not each.messages]

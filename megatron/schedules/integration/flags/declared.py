@@ -90,6 +90,7 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 # Megatron's flags that our checks read, with their type and default.
 STOCK: megatron_flags.Flags = {
     **megatron_flags.FLAGS,
+    "--ckpt-convert-format": (str, None),
     "--ckpt-format": (str, "torch_dist"),
     "--cuda-graph-impl": (str, "none"),
     "--dataloader-inter-document-masking": (None, False),
@@ -107,6 +108,7 @@ STOCK: megatron_flags.Flags = {
     "--hybrid-layer-pattern": (str, None),
     "--hybrid-override-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
+    "--inprocess-restart": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),

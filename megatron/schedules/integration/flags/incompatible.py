@@ -60,6 +60,7 @@ class _When(NamedTuple):
 _ALWAYS = _When(lambda job: True)
 _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
 _OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and not job.schedule.placement.looped)
+_MOVED = _When(lambda job: not job.schedule.placement.looped or job.spec.settings.vocabulary_parallel)
 _SPLIT = _When(lambda job: job.schedule.splits)
 _WHOLE = _When(lambda job: not job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
@@ -238,6 +239,12 @@ _RULES = (
         _WORDS_IN_OLD_FORMAT,
         "--ckpt-format torch",
     ),
+    _flag(
+        "ckpt_convert_format",
+        "the format torch does not say which layers or words a rank holds; convert without --pipeline-schedule",
+        _MOVED,
+    ),
+    _flag("inprocess_restart", f"after a restart it would go on in the process groups of the first start; {_OUT}"),
     _words,
     _flag("sft", _ONE_SHAPE, _VOCABULARY),
     _flag("variable_seq_lengths", _ONE_SHAPE, _VOCABULARY, "args.variable_seq_lengths"),
