@@ -106,12 +106,13 @@ def train(
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of several
-    "documents", "packed" with documents, with "conversations", or from the user's "own loader". Or a script reads documents where "Megatron says", or
-    "at the ends" alone: see :mod:`.reading_script`. With ``adapters`` only low-rank ones beside every linear are
-    trained. ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``,
-    each rank takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the
-    model has several residual streams: see :mod:`.residual_streams`.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of
+    several "documents", "packed" with documents, with "conversations", or from the user's "own loader". Or a script
+    reads documents where "Megatron says", or "at the ends" alone: see :mod:`.reading_script`. With ``adapters`` only
+    low-rank ones beside every linear are trained. ``attention`` is stock's local one, or "plain": see
+    :mod:`.plain_attention`. Where there are ``orders``, each rank takes the microbatches of each iteration in its
+    own: see :mod:`.ordered_samples`. With ``streams`` the model has several residual streams: see
+    :mod:`.residual_streams`.
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]

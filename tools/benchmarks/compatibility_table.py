@@ -33,6 +33,9 @@ bit if the arithmetic is the same. The test in the last column says what exactly
   (`interleaved-1f1b`). `1f1b` and `eager-1f1b` have the stages of `zb-1p` and a whole backward, `1f1b-v` has those of
   `v-zb` and a whole backward. `zb-2p` differs from `zb-1p` only in the order of passes. `auto` runs one of the ten.
 - `test_same_result.py` trains all ten with tensor, sequence and data parallelism and with the distributed optimizer.
+- If more than its linear uses a weight, such as a regularizer, its gradient comes in two parts, one in I and one in W.
+  Sums have another order, and hooks of the weight see the two parts
+  ([troubleshooting](troubleshooting.md#hooks-that-read-or-change-gradients)).
 - Dropout draws the same masks as stock if layers are on the same ranks (`zb-1p`), and other masks otherwise. Then
   losses are compared roughly, and a resumed job to the bit.
 - Context parallelism, multi-latent attention and packed samples need Transformer Engine's attention. Here both sides

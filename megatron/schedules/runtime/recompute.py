@@ -19,7 +19,7 @@ Restore = Callable[[], AbstractContextManager[None]]
 CaptureState = Callable[[], Restore]
 """Captures what a forward depends on besides its inputs, such as random states; returns what restores it."""
 
-WITHOUT_RECOMPUTE = "leave it out, or use a plan without recompute: a larger memory limit, or no R in the CSV"
+WITHOUT_RECOMPUTE = "leave it out, or use a plan without recompute: a schedule by name, or a larger memory limit"
 """Advice to user code whose own backward needs a graph that is built in R."""
 
 
