@@ -160,6 +160,7 @@ def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iterati
         lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
         profiler=None if measured is None else profiler(measured),
         hiding=session.expert_messages if spec.hides_messages else None,
+        verify=settings.verify,
     )
     if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
         return RunningJob(function, log)

@@ -1,0 +1,139 @@
+"""Result of a verification: a job's first iteration as planned, beside the same one with whole backwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from megatron.schedules.report.figures import amount
+from megatron.schedules.utils.printable import counted
+
+# Differences are right up to this many times those of the reference from itself.
+_BEYOND_NOISE = 4.0
+# Differences and hooks that are named at most, and below what a difference may come from another order of a sum.
+_NAMED, _ROUNDING = 4, 1e-4
+
+
+class Difference(NamedTuple):
+    """A value that is not equal to the bit in both runs.
+
+    Args:
+        name: parameter and its stage, or what else it is.
+        size: norm of the difference, divided by that of the reference; infinite for NaN, or where one run has none.
+        noise: the same for two runs of the reference.
+    """
+
+    name: str
+    size: float
+    noise: float = 0.0
+
+
+class RankResult(NamedTuple):
+    """Comparison on one rank.
+
+    Args:
+        rank: global rank.
+        parameters: number of parameters with a gradient.
+        results: number of values that the loss function returned.
+        gradients: gradients that differ.
+        loss: what the loss function returned, if it differs.
+        fired: parameters whose hooks fired more often than in the reference: name, times, times in the reference.
+        peak: peak activation memory of the planned schedule, bytes; 0 if not known.
+        seconds: duration of the planned schedule and of the reference.
+    """
+
+    rank: int
+    parameters: int
+    results: int
+    gradients: Sequence[Difference]
+    loss: Difference | None
+    fired: Sequence[tuple[str, int, int]]
+    peak: int
+    seconds: tuple[float, float]
+
+    @property
+    def faults(self) -> list[Difference]:
+        """Gradients and loss that differ by more than the job's own kernels differ from run to run."""
+        # A single small parameter may repeat itself by chance.
+        usual = median(each.noise for each in self.gradients) if self.gradients else 0.0
+        found = [each for each in self.gradients if not each.size <= _BEYOND_NOISE * max(each.noise, usual)]
+        loss = [] if self.loss is None else [self.loss]
+        return found + [each for each in loss if not each.size <= _BEYOND_NOISE * each.noise]
+
+
+def passed(ranks: Sequence[RankResult]) -> bool:
+    """Returns whether the gradients, the loss and the hooks are right on all ranks."""
+    return not any(rank.faults or rank.fired for rank in ranks) and sum(rank.parameters for rank in ranks) > 0
+
+
+def lines(ranks: Sequence[RankResult], name: str, planned: float | None, *, splits: bool) -> Iterator[str]:
+    """Yields the table's lines.
+
+    Args:
+        ranks: results of all ranks of the job.
+        name: name of the schedule.
+        planned: planned peak activation memory of the worst rank, bytes; None if unknown.
+        splits: whether the schedule splits backwards.
+    """
+    if splits:
+        yield f"first iteration as {name}, and again with each I and W as one whole backward (B)"
+    else:
+        yield f"{name} splits no backward: first iteration run twice as it is, which shows whether it repeats itself"
+    compared = f"{counted(sum(rank.parameters for rank in ranks), 'parameter')} on {counted(len(ranks), 'rank')}"
+    yield from _compared("gradients", compared, [(rank.rank, each) for rank in ranks for each in rank.gradients])
+    losses = [(rank.rank, rank.loss) for rank in ranks if rank.loss is not None]
+    yield from _compared("loss", counted(max(rank.results for rank in ranks), "value"), losses)
+    yield from _hooks(ranks)
+    yield f"{'peak memory':12}{_memory(ranks, planned)}"
+    ours, reference = (max(rank.seconds[at] for rank in ranks) for at in (0, 1))
+    yield f"{'seconds':12}{ours:.2f} (with all that a first iteration prepares), again {reference:.2f}"
+    yield f"{'result':12}{_verdict(ranks)}"
+
+
+def _compared(what: str, compared: str, differences: Sequence[tuple[int, Difference]]) -> Iterator[str]:
+    if not differences:
+        yield f"{what:12}{compared}: all equal to the bit"
+        return
+    yield f"{what:12}{compared}: {len(differences)} not equal to the bit"
+    for rank, each in sorted(differences, key=lambda pair: -pair[1].size)[:_NAMED]:
+        noise = f", the reference from itself by {each.noise:.1e}" if each.noise else ""
+        yield f"{'':12}{each.name} on rank {rank} differs by {each.size:.1e} of its norm{noise}"
+
+
+def _hooks(ranks: Sequence[RankResult]) -> Iterator[str]:
+    for rank, (name, times, expected) in [(rank.rank, each) for rank in ranks for each in rank.fired][:_NAMED]:
+        yield f"{'hooks':12}{name} on rank {rank}: hooks fired {counted(times, 'time')} instead of {expected}"
+
+
+def _memory(ranks: Sequence[RankResult], planned: float | None) -> str:
+    worst = max(ranks, key=lambda rank: rank.peak)
+    plan = "not planned in bytes" if planned is None else f"planned {amount(planned)} on the worst rank"
+    return f"activations {amount(worst.peak)} on rank {worst.rank}, {plan}" if worst.peak else f"not measured; {plan}"
+
+
+def _verdict(ranks: Sequence[RankResult]) -> str:
+    faults = [each for rank in ranks for each in rank.faults]
+    if passed(ranks):
+        exact = not any(rank.gradients or rank.loss for rank in ranks)
+        if exact:
+            return "right: the schedule changes no gradient (exit status 0)"
+        return (
+            f"right: differences are at most {_BEYOND_NOISE:g} times those of the reference from itself, whose kernels "
+            "are not deterministic (exit status 0)"
+        )
+    if not faults:
+        return "WRONG: see above (exit status 1)" if ranks and any(rank.fired for rank in ranks) else _NOTHING
+    if any(rank.loss for rank in ranks):
+        return (
+            "WRONG: the loss differs too: is there random numbers' or other state that a forward changes, and that is "
+            "neither torch's, numpy's, Python's nor a buffer, or samples from elsewhere than the data iterator? "
+            "(exit status 1)"
+        )
+    if max(each.size for each in faults) < _ROUNDING and all(math.isfinite(each.size) for each in faults):
+        return "WRONG in the last digits: gradients are summed in another order (exit status 1)"
+    return "WRONG: report it with these lines (CONTRIBUTING.md) (exit status 1)"
+
+
+_NOTHING = "WRONG: no parameter has a gradient (exit status 1)"
