@@ -47,8 +47,8 @@ def install(
 
     Args:
         schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan, verify:
-            what the flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and flags go
-            before arguments. Without an argument the environment variable of that name counts, such as
+            what the flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and
+            flags go before arguments. Without an argument the environment variable of that name counts, such as
             ``PIPELINE_MEMORY_LIMIT``.
     """
     arguments = dict(locals())

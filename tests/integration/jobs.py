@@ -52,6 +52,7 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     plain_attention,
+    planted_faults,
     residual_streams,
     stalled_step,
     stock_script,
@@ -66,6 +67,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
+from tests.integration.verified_loop import verified_loop
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
@@ -77,7 +79,7 @@ quick_start()
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 # What the server is asked for by name, among others.
-__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train", "verified_loop"]
 
 
 def train(
@@ -122,6 +124,11 @@ def train_without_us(world: int, flags: Sequence[str]) -> tuple[list[int], list[
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
     """How ``pretrain_gpt.py`` ends on each of ``world`` ranks: exit status and all it printed."""
     return run_ranks(world, _ending, list(flags))
+
+
+def verified(world: int, flags: Sequence[str], fault: str | None = None) -> list[tuple[int, str]]:
+    """:func:`outputs` of a job that verifies its schedule, with one of :data:`.planted_faults.FAULTS` in it."""
+    return run_ranks(world, _verified, [*flags, "--pipeline-verify"], fault)
 
 
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
@@ -287,6 +294,13 @@ def _ending(flags: list[str]) -> tuple[int, str]:
         except SystemExit as leaving:
             return int(leaving.code or 0), printed.getvalue()
     return 0, printed.getvalue()
+
+
+def _verified(flags: list[str], fault: str | None) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    if fault is not None:
+        planted_faults.FAULTS[fault]()
+    return _ending(flags)
 
 
 def _reductions(flags: list[str]) -> list[tuple[str, int]]:

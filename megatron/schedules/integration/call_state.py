@@ -113,7 +113,7 @@ def _module_states(chunks: Chunks) -> Restore:
     for module in chain.from_iterable(chunk.modules() for chunk in chunks):
         for values in (module._buffers, vars(module)):
             for name, value in values.items():
-                if type(value) in (int, float) or value is None and values is module._buffers:
+                if type(value) in (int, float) or (value is None and values is module._buffers):
                     saved.append((values, name, value, None))
                 elif isinstance(value, Tensor) and (values is module._buffers or type(value) is Tensor):
                     saved.append((values, name, value, value.detach().clone()))

@@ -90,9 +90,12 @@ class Verification:
             self._peaks.count_next_call()
             again(program)
         found = {name: Difference(name, size, noise.get(name, 0.0)) for name, size in sizes.items()}
+        compared = parameters.keys() & (planned.values.keys() | reference.values.keys())
+        both = {name: value for name, value in planned.values.items() if name not in sizes}
         mine = RankResult(
             dist.get_rank(),
-            len(parameters.keys() & (planned.values.keys() | reference.values.keys())),
+            len(compared),
+            sum(not bool(both[name].isfinite().all()) for name in both.keys() & compared),
             planned.values[_LOSS].numel(),
             [each for name, each in found.items() if name != _LOSS],
             found.get(_LOSS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -36,6 +35,7 @@ class RankResult(NamedTuple):
     Args:
         rank: global rank.
         parameters: number of parameters with a gradient.
+        infinite: how many of them have one that is not finite in both runs.
         results: number of values that the loss function returned.
         gradients: gradients that differ.
         loss: what the loss function returned, if it differs.
@@ -46,6 +46,7 @@ class RankResult(NamedTuple):
 
     rank: int
     parameters: int
+    infinite: int
     results: int
     gradients: Sequence[Difference]
     loss: Difference | None
@@ -83,57 +84,63 @@ def lines(ranks: Sequence[RankResult], name: str, planned: float | None, *, spli
         yield f"{name} splits no backward: first iteration run twice as it is, which shows whether it repeats itself"
     compared = f"{counted(sum(rank.parameters for rank in ranks), 'parameter')} on {counted(len(ranks), 'rank')}"
     yield from _compared("gradients", compared, [(rank.rank, each) for rank in ranks for each in rank.gradients])
+    if infinite := sum(rank.infinite for rank in ranks):
+        yield f"{'':14}{infinite} of them are not finite in both runs, which proves nothing of them"
     losses = [(rank.rank, rank.loss) for rank in ranks if rank.loss is not None]
     yield from _compared("loss", counted(max(rank.results for rank in ranks), "value"), losses)
     yield from _hooks(ranks)
-    yield f"{'peak memory':12}{_memory(ranks, planned)}"
+    yield f"{'peak memory':14}{_memory(ranks, planned)}"
     ours, reference = (max(rank.seconds[at] for rank in ranks) for at in (0, 1))
-    yield f"{'seconds':12}{ours:.2f} (with all that a first iteration prepares), again {reference:.2f}"
-    yield f"{'result':12}{_verdict(ranks)}"
+    yield f"{'seconds':14}{ours:.2f} (with all that a first iteration prepares), again {reference:.2f}"
+    yield f"{'result':14}{_verdict(ranks)}"
 
 
 def _compared(what: str, compared: str, differences: Sequence[tuple[int, Difference]]) -> Iterator[str]:
     if not differences:
-        yield f"{what:12}{compared}: all equal to the bit"
+        yield f"{what:14}{compared}: all equal to the bit"
         return
-    yield f"{what:12}{compared}: {len(differences)} not equal to the bit"
+    yield f"{what:14}{compared}: {len(differences)} not equal to the bit"
     for rank, each in sorted(differences, key=lambda pair: -pair[1].size)[:_NAMED]:
         noise = f", the reference from itself by {each.noise:.1e}" if each.noise else ""
-        yield f"{'':12}{each.name} on rank {rank} differs by {each.size:.1e} of its norm{noise}"
+        yield f"{'':14}{each.name} on rank {rank} differs by {each.size:.1e} of its norm{noise}"
 
 
 def _hooks(ranks: Sequence[RankResult]) -> Iterator[str]:
-    for rank, (name, times, expected) in [(rank.rank, each) for rank in ranks for each in rank.fired][:_NAMED]:
-        yield f"{'hooks':12}{name} on rank {rank}: hooks fired {counted(times, 'time')} instead of {expected}"
+    fired = [(each.rank, *found) for each in ranks for found in each.fired]
+    for rank, name, times, expected in fired[:_NAMED]:
+        yield f"{'hooks':14}{name} on rank {rank}: hooks fired {counted(times, 'time')} instead of {expected}"
 
 
 def _memory(ranks: Sequence[RankResult], planned: float | None) -> str:
     worst = max(ranks, key=lambda rank: rank.peak)
     plan = "not planned in bytes" if planned is None else f"planned {amount(planned)} on the worst rank"
-    return f"activations {amount(worst.peak)} on rank {worst.rank}, {plan}" if worst.peak else f"not measured; {plan}"
+    return (
+        f"{amount(worst.peak)} of activations on rank {worst.rank}, {plan}" if worst.peak else f"not measured; {plan}"
+    )
 
 
 def _verdict(ranks: Sequence[RankResult]) -> str:
-    faults = [each for rank in ranks for each in rank.faults]
     if passed(ranks):
         exact = not any(rank.gradients or rank.loss for rank in ranks)
-        if exact:
-            return "right: the schedule changes no gradient (exit status 0)"
-        return (
-            f"right: differences are at most {_BEYOND_NOISE:g} times those of the reference from itself, whose kernels "
-            "are not deterministic (exit status 0)"
-        )
-    if not faults:
-        return "WRONG: see above (exit status 1)" if ranks and any(rank.fired for rank in ranks) else _NOTHING
-    if any(rank.loss for rank in ranks):
-        return (
-            "WRONG: the loss differs too: is there random numbers' or other state that a forward changes, and that is "
-            "neither torch's, numpy's, Python's nor a buffer, or samples from elsewhere than the data iterator? "
-            "(exit status 1)"
-        )
-    if max(each.size for each in faults) < _ROUNDING and all(math.isfinite(each.size) for each in faults):
-        return "WRONG in the last digits: gradients are summed in another order (exit status 1)"
-    return "WRONG: report it with these lines (CONTRIBUTING.md) (exit status 1)"
+        return f"right: {_EQUAL if exact else _NOISY} (exit status 0)"
+    faults = [each for rank in ranks for each in rank.faults]
+    if any(rank.loss in faults for rank in ranks if rank.loss is not None):
+        why = _OTHER_LOSS
+    elif faults and max(each.size for each in faults) < _ROUNDING:
+        why = "the last digits differ: gradients are summed in another order"
+    elif faults or any(rank.fired for rank in ranks):
+        why = "report it with these lines (CONTRIBUTING.md)"
+    else:
+        why = "no parameter has a gradient"
+    return f"WRONG: {why} (exit status 1)"
 
 
-_NOTHING = "WRONG: no parameter has a gradient (exit status 1)"
+_EQUAL = "the schedule changes no gradient"
+_NOISY = (
+    f"nothing differs by more than {_BEYOND_NOISE:g} times what the reference differs from itself, because some "
+    "kernels are not deterministic (--deterministic-mode compares to the bit)"
+)
+_OTHER_LOSS = (
+    "the loss differs too: is there a state that a forward reads and changes and that cannot be restored, or a sample "
+    "that comes from elsewhere than the data iterator?"
+)
