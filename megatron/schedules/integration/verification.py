@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -32,15 +33,15 @@ Run = Callable[[Program, Sequence[Any], bool], list[Any]]
 
 
 class _Outcome(NamedTuple):
-    """One run of the call.
+    """One run of the call. Gradients stay in the parameters until the next run.
 
     Args:
-        values: gradients by parameter, and what the loss function returned.
+        results: numbers that the loss function returned.
         fired: how often each parameter's hooks fired.
         seconds: duration.
     """
 
-    values: dict[str, Tensor]
+    results: Tensor
     fired: Counter[str]
     seconds: float
 
@@ -49,7 +50,8 @@ class Verification:
     """Runs one training call several times, compares the runs, prints a table, and ends the process.
 
     The process ends with status 0 where gradients, hooks and loss are those of the reference on all ranks, else with 1;
-    all ranks end with the same. Gradients are compared after their reduction over data-parallel ranks.
+    all ranks end with the same. Gradients are compared after their reduction over data-parallel ranks. Those of the
+    first run, and where they differ of the reference, are copied to the host.
 
     Args:
         planner: plans references.
@@ -77,26 +79,27 @@ class Verification:
         if not standin.enabled():
             self._peaks.measure_next_call()
         planned = _outcome(partial(run, program, samples, False), parameters)
+        expected = {name: _on_host(value) for name, value in _values(parameters, planned)}
         reference = again(references[0])
-        sizes = _differences(planned.values, reference.values)
-        for other in references[1:]:  # a gradient is summed in the order of one of them
-            reference = again(other)
-            less = _differences(planned.values, reference.values)
+        sizes, other = _compared(expected, _values(parameters, reference))
+        for which in references[1:]:  # each gradient is summed in the order of one of them
+            reference = again(which)
+            less, other = _compared(expected, _values(parameters, reference))
             sizes = {name: min(size, less[name]) for name, size in sizes.items() if name in less}
         noise: dict[str, float] = {}
         if any(of_all_ranks(bool(sizes))):
-            noise = _differences(reference.values, again(references[-1]).values)
+            repeated = _values(parameters, again(references[-1]))
+            noise, _ = _compared(other, ((name, value) for name, value in repeated if name in other))
         if standin.enabled():  # counting tensors changes how linears hold them, so it has a run of its own
             self._peaks.count_next_call()
             again(program)
+        expected.pop(_LOSS)
         found = {name: Difference(name, size, noise.get(name, 0.0)) for name, size in sizes.items()}
-        compared = parameters.keys() & (planned.values.keys() | reference.values.keys())
-        both = {name: value for name, value in planned.values.items() if name not in sizes}
         mine = RankResult(
             dist.get_rank(),
-            len(compared),
-            sum(not bool(both[name].isfinite().all()) for name in both.keys() & compared),
-            planned.values[_LOSS].numel(),
+            len(expected.keys() | sizes.keys() - {_LOSS}),
+            sum(name not in sizes and not bool(value.isfinite().all()) for name, value in expected.items()),
+            planned.results.numel(),
             [each for name, each in found.items() if name != _LOSS],
             found.get(_LOSS),
             [(n, times, reference.fired[n]) for n, times in planned.fired.items() if times > reference.fired[n]],
@@ -114,16 +117,26 @@ class Verification:
 
 
 def _outcome(run: Callable[[], list[Any]], parameters: dict[str, torch.nn.Parameter]) -> _Outcome:
-    """Runs a call. Copies of gradients are on the host, so that they take no memory of the device."""
     with _hooks_counted(parameters) as fired:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         results = run()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
-    gradients = ((name, gradient_of(parameter)) for name, parameter in parameters.items())
-    values = {name: each.detach().to("cpu", copy=True) for name, each in gradients if each is not None}
-    return _Outcome({**values, _LOSS: _numbers(results)}, fired, seconds)
+    return _Outcome(_numbers(results), fired, seconds)
+
+
+def _values(parameters: dict[str, torch.nn.Parameter], outcome: _Outcome) -> Iterator[tuple[str, Tensor]]:
+    """Yields what is compared, by name: gradients as they are now, and the loss."""
+    for name, parameter in parameters.items():
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield name, gradient.detach()
+    yield _LOSS, outcome.results
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.to("cpu", copy=True)
 
 
 @contextmanager
@@ -164,24 +177,30 @@ def _numbers(results: list[Any]) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
-def _differences(values: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Size of each difference, by name, see :class:`.Difference`; nothing for what is equal to the bit."""
-    found = {name: float("inf") for name in values.keys() ^ reference.keys()}
-    for name in values.keys() & reference.keys():
-        if (size := _difference(values[name], reference[name])) is not None:
-            found[name] = size
-    return found
+def _compared(
+    expected: dict[str, Tensor], values: Iterator[tuple[str, Tensor]]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Returns sizes of the differences, by name, see :class:`.Difference`, and copies of the ``values`` that differ."""
+    sizes, copies = dict.fromkeys(expected, math.inf), dict[str, Tensor]()
+    for name, value in values:
+        before, now = expected.get(name), _on_host(value)
+        size = math.inf if before is None else _difference(before, now)
+        if size is None:
+            del sizes[name]
+        else:
+            sizes[name], copies[name] = size, now
+    return sizes, copies
 
 
 def _difference(value: Tensor, reference: Tensor) -> float | None:
     if value.shape != reference.shape:
-        return float("inf")
+        return math.inf
     if torch.equal(value, reference) or torch.equal(_bits(value), _bits(reference)):
         return None
     wide = torch.promote_types(value.dtype, torch.float32)
     norm = torch.linalg.vector_norm(reference, dtype=wide).item()
     size = torch.linalg.vector_norm(value.to(wide) - reference.to(wide)).item()
-    return size / norm if norm and size == size else float("inf")
+    return size / norm if norm and size == size else math.inf
 
 
 def _bits(value: Tensor) -> Tensor:
