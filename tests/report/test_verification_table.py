@@ -47,6 +47,11 @@ def test_kernels_that_are_not_deterministic_are_no_fault_and_hide_no_large_one()
     assert not passed([left_out]) and "WRONG: report it" in table(left_out)
 
 
+def test_a_job_that_does_not_repeat_itself_is_not_called_right():
+    wild = RIGHT._replace(gradients=[Difference(f"{n} of stage 0", 0.5, 0.3) for n in range(9)])
+    assert not passed([wild]) and "WRONG: the reference does not repeat itself" in table(wild)
+
+
 def test_another_order_of_sums_in_a_job_that_repeats_itself_is_wrong():
     other = RIGHT._replace(gradients=[Difference("weight of stage 0", 3e-8)])
     assert not passed([other]) and "WRONG: the last digits differ" in table(other)

@@ -26,7 +26,7 @@ def captured(chunks: Chunks) -> Restore:
     Args:
         chunks: this rank's model chunks, wrapped or not.
     """
-    parts = [_random_states(), _module_states(chunks), _scales(chunks)]
+    parts = [_random_states(), _module_states(chunks), _scales(chunks), _gradients(chunks)]
 
     def restore() -> None:
         with torch.no_grad():

@@ -11,6 +11,8 @@ from megatron.schedules.utils.printable import counted
 
 # Differences are right up to this many times those of the reference from itself.
 _BEYOND_NOISE = 4.0
+# A job whose gradients usually differ more than this from run to run cannot be verified.
+_TOO_NOISY = 0.05
 # Differences and hooks that are named at most, and below what a difference may come from another order of a sum.
 _NAMED, _ROUNDING = 4, 1e-4
 
@@ -55,18 +57,24 @@ class RankResult(NamedTuple):
     seconds: tuple[float, float]
 
     @property
+    def usual_noise(self) -> float:
+        """By how much the reference's gradients usually differ from themselves, where they do."""
+        return median(each.noise for each in self.gradients) if self.gradients else 0.0
+
+    @property
     def faults(self) -> list[Difference]:
         """Gradients and loss that differ by more than the job's own kernels differ from run to run."""
         # A single small parameter may repeat itself by chance.
-        usual = median(each.noise for each in self.gradients) if self.gradients else 0.0
-        found = [each for each in self.gradients if not each.size <= _BEYOND_NOISE * max(each.noise, usual)]
+        least = self.usual_noise
+        found = [each for each in self.gradients if not each.size <= _BEYOND_NOISE * max(each.noise, least)]
         loss = [] if self.loss is None else [self.loss]
         return found + [each for each in loss if not each.size <= _BEYOND_NOISE * each.noise]
 
 
 def passed(ranks: Sequence[RankResult]) -> bool:
     """Returns whether the gradients, the loss and the hooks are right on all ranks."""
-    return not any(rank.faults or rank.fired for rank in ranks) and sum(rank.parameters for rank in ranks) > 0
+    noisy = any(rank.usual_noise > _TOO_NOISY for rank in ranks)
+    return not (noisy or any(rank.faults or rank.fired for rank in ranks)) and any(rank.parameters for rank in ranks)
 
 
 def lines(ranks: Sequence[RankResult], name: str, planned: float | None, *, splits: bool) -> Iterator[str]:
@@ -130,6 +138,8 @@ def _verdict(ranks: Sequence[RankResult]) -> str:
         why = "the last digits differ: gradients are summed in another order"
     elif faults or any(rank.fired for rank in ranks):
         why = "report it with these lines (CONTRIBUTING.md)"
+    elif any(rank.usual_noise > _TOO_NOISY for rank in ranks):
+        why = "the reference does not repeat itself, so nothing can be compared: give --deterministic-mode"
     else:
         why = "no parameter has a gradient"
     return f"WRONG: {why} (exit status 1)"
