@@ -129,8 +129,8 @@ def _module_states(chunks: Chunks) -> Restore:
 
 def _scales(chunks: Chunks) -> Restore:
     """Scales and maxima of Transformer Engine's delayed scaling, also of modules that have none before the call."""
-    modules = [each for chunk in chunks for each in chunk.modules() if isinstance(vars(each).get("fp8_meta"), dict)]
-    states = [(module.fp8_meta, key) for module in modules for key in _SCALING]
+    metas = [vars(each).get("fp8_meta") for chunk in chunks for each in chunk.modules()]
+    states = [(meta, key) for meta in metas if isinstance(meta, dict) for key in _SCALING]
     saved = [
         [(t, t.clone()) for t in vars(meta[key]).values() if isinstance(t, Tensor)] if key in meta else None
         for meta, key in states
@@ -149,15 +149,15 @@ def _scales(chunks: Chunks) -> Restore:
 
 def _gradients(chunks: Chunks) -> Restore:
     """Gradients, and what data parallelism has noted of them. Those that are not zero are copied to the host."""
-    parameters = list({id(each): each for chunk in chunks for each in chunk.parameters()}.values())
+    parameters: list[Any] = list({id(each): each for chunk in chunks for each in chunk.parameters()}.values())
+    wrappers: list[Any] = [chunk for chunk in chunks if hasattr(chunk, "zero_grad_buffer")]
     marks = [getattr(each, "grad_added_to_main_grad", None) for each in parameters]
     own = [(each.grad, _on_host(each.grad)) for each in parameters]
     main = [_on_host(getattr(each, "main_grad", None)) for each in parameters]
 
     def restore() -> None:
-        for chunk in chunks:
-            if hasattr(chunk, "zero_grad_buffer"):
-                chunk.zero_grad_buffer()
+        for wrapper in wrappers:
+            wrapper.zero_grad_buffer()
         for parameter, mark, (grad, value), main_value in zip(parameters, marks, own, main, strict=True):
             if mark is not None:
                 parameter.grad_added_to_main_grad = mark

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron.schedules.integration.background_plans import BackgroundPlans, Sizes, in_loaders_order
+from megatron.schedules.integration.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -135,7 +135,7 @@ class ScheduleFunction:
         )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
         message = sizes._replace(sequence=decoder_seq_length or seq_length)
-        planned = None
+        planned: Planned | None = None
 
         def once(program: Program, iterators: Sequence[Any], again: bool = False) -> list[Any]:
             mine = call._replace(data_iterators=iterators)
