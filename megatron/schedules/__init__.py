@@ -36,6 +36,7 @@ def install(
     plan_lengths: bool = False,
     measure: str | None = None,
     replan: bool = False,
+    verify: bool = False,
 ) -> None:
     """Gives the training loop of this process the schedules of this package.
 
@@ -45,9 +46,9 @@ def install(
     setting ends the process with one line and status 2, as soon as it can be known.
 
     Args:
-        schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan: what the
-            flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and flags go
-            before arguments. Without an argument the environment variable of that name counts, such as
+        schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan, verify:
+            what the flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and
+            flags go before arguments. Without an argument the environment variable of that name counts, such as
             ``PIPELINE_MEMORY_LIMIT``.
     """
     arguments = dict(locals())

@@ -54,6 +54,7 @@ from tests.integration import (
     ordered_samples,
     own_loader,
     plain_attention,
+    planted_faults,
     reading_script,
     residual_streams,
     stalled_step,
@@ -69,6 +70,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
+from tests.integration.verified_loop import verified_loop
 from tests.integration.wrapped_loop import WRAPPERS, passing, wrapped_loops
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
@@ -90,6 +92,7 @@ __all__ = [
     "passing",
     "reads_ahead",
     "train",
+    "verified_loop",
     "wrapped_loops",
 ]
 
@@ -146,6 +149,11 @@ def outputs(world: int, flags: Sequence[str], script: str | None = None) -> list
 def wrapped_outputs(world: int, flags: Sequence[str], wrapper: str) -> list[tuple[int, str]]:
     """The same, where the user's model is wrapped as :data:`.wrapped_loop.WRAPPERS` says."""
     return run_ranks(world, _wrapped_ending, list(flags), wrapper)
+
+
+def verified(world: int, flags: Sequence[str], fault: str | None = None) -> list[tuple[int, str]]:
+    """:func:`outputs` of a job that verifies its schedule, with one of :data:`.planted_faults.FAULTS` in it."""
+    return run_ranks(world, _verified, [*flags, "--pipeline-verify"], fault)
 
 
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
@@ -329,6 +337,13 @@ def _wrapped_ending(flags: list[str], wrapper: str) -> tuple[int, str]:
         WRAPPERS[wrapper]([model])
 
     GPTModel.__init__ = built
+    return _ending(flags)
+
+
+def _verified(flags: list[str], fault: str | None) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    if fault is not None:
+        planted_faults.FAULTS[fault]()
     return _ending(flags)
 
 

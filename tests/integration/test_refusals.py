@@ -705,5 +705,5 @@ def test_help_says_what_our_flags_are_for(megatron):
     assert code == 0
     for flag in ("schedule", *(each.removeprefix("--pipeline-") for each in OURS)):
         assert re.search(rf"--pipeline-{flag}\s", text)
-    assert len(OURS) == 9
+    assert len(OURS) == 10
     assert "v-half: half of" in text

@@ -83,7 +83,7 @@ def test_a_value_that_is_none_is_refused_with_its_flag(read: Callable[..., Any],
 def test_training_has_ten_flags_and_the_command_line_the_first_six_of_them():
     group = add_arguments(argparse.ArgumentParser(add_help=False))
     training = {action.option_strings[0]: action for action in group._actions}
-    assert list(training) == [f"{TRAINING}schedule", *OURS] and len(training) == 10
+    assert list(training) == [f"{TRAINING}schedule", *OURS] and len(training) == 11
     for command in _program.commands.values():
         ours = {option.opts[0]: option for option in command.params}
         for word, (metavar, _) in SHARED.items():

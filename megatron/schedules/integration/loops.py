@@ -165,6 +165,7 @@ def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iterati
         profiler=None if measured is None else profiler(measured),
         hiding=session.expert_messages if spec.hides_messages else None,
         masks_documents="reset_attention_mask" in spec.stock.given,
+        verify=settings.verify,
     )
     if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
         return RunningJob(function, log)

@@ -42,6 +42,10 @@ class PeakReport:
         self._meter: ActivationMeter | None = None
         self._before = 0
 
+    def measure_next_call(self) -> None:
+        """Measures the next call."""
+        self._next = True
+
     def count_next_call(self) -> None:
         """Counts tensors in the next call, on a GPU too. This is slower and excludes temporary memory of passes."""
         self._next = self._counted = True

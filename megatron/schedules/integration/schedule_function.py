@@ -31,12 +31,15 @@ from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.rank_device import PeakReport
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stage_inputs import StageInputs
+from megatron.schedules.integration.verification import Verification
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.behind_messages import MessageBudget
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.position import PositionTracker
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
+from megatron.schedules.schedule.simulator import Timeline
 
 # Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
 _STREAMS = {"enable_mhc_connections": "mhc_num_residual_streams", "enable_hyper_connections": "num_residual_streams"}
@@ -61,6 +64,7 @@ class ScheduleFunction:
         profiler: notified of every training call; None for none.
         hiding: messages of experts that weight gradients hide; None for none.
         masks_documents: whether masks depend on data; see :class:`.StageInputs`.
+        verify: whether the first training call is verified, after which the process ends.
 
     Attributes:
         between: called on all ranks before each training call looks up its program. The program may be changed here.
@@ -83,6 +87,7 @@ class ScheduleFunction:
         profiler: Profiler | None = None,
         hiding: ExpertMessages | None = None,
         masks_documents: bool = False,
+        verify: bool = False,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._log = messages, observers, log
@@ -97,6 +102,7 @@ class ScheduleFunction:
         self._reported = False
         self._waits: Counter[str] | None = None if standin.enabled() else Counter()
         self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
+        self._verify = Verification(planner, self.peaks) if verify else None
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
     def __call__(
@@ -133,27 +139,48 @@ class ScheduleFunction:
             int(parallel_state.get_context_parallel_world_size()),
         )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
-        planned = None
+        message = sizes._replace(sequence=decoder_seq_length or seq_length)
+        planned: Planned | None = None
+
+        def once(program: Program, iterators: Sequence[Any], again: bool = False) -> list[Any]:
+            mine = call._replace(data_iterators=iterators)
+            with self._tracker.running():
+                stages = self._run(chunks, mine, message, program, planned and planned.timeline, again=again)
+                losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
+                if not forward_only:
+                    self._finish(chunks, stages, tokens, pg_collection, force_all_reduce, again=again)
+            return losses
+
         with _timed(get_model_config(chunks[0])):
             if not forward_only:
                 self.between()
                 planned = None if self._lengths is None else self._lengths.begin(iterators, sizes)
-            with self._tracker.running():
-                stages = self._run(chunks, call, sizes._replace(sequence=decoder_seq_length or seq_length), planned)
-                losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
-                if not forward_only:
-                    self._finish(chunks, stages, tokens, pg_collection, force_all_reduce)
+            own = planned and planned.program
+            program = own or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+            if self._verify is not None and not forward_only:
+                timeline = planned.timeline if planned else self._planner.timeline_of(num_microbatches)
+                self._verify(once, chunks, iterators, program, timeline)
+            losses = once(program, iterators)
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
 
     def _run(
-        self, chunks: Sequence[torch.nn.Module], call: ScheduleCall, message: Sizes, planned: Planned | None
+        self,
+        chunks: Sequence[torch.nn.Module],
+        call: ScheduleCall,
+        message: Sizes,
+        program: Program,
+        timeline: Timeline | None,
+        *,
+        again: bool,
     ) -> MegatronStages:
-        """Runs all passes and messages of one call. Training calls are measured and logged."""
-        config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
-        program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
+        """Runs all passes and messages of one call. Training calls are measured and logged, but not if run ``again``.
+
+        ``timeline`` is that of ``program``; None for the usual plan's.
+        """
+        config, training = get_model_config(chunks[0]), not call.forward_only
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
-        if training and self.profiler is not None:
+        if training and self.profiler is not None and not again:
             measuring = self.profiler.begin(program, chunks, measuring.meter)
         deferred = self.model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
@@ -173,11 +200,11 @@ class ScheduleFunction:
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]
-        log = self._log if training else None
+        log = self._log if training and not again else None
         hidden = nullcontext() if self._hiding is None else self._hiding.hidden(stages.run_ahead, measuring.messages)
         with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
-                observers += log.begin(program, planned and planned.timeline)
+                observers += log.begin(program, timeline)
             noted = host_waits(self._waits if log is not None and not self._reported else None)
             with self._inputs.compared(chunks), noted:
                 run(program, stages, transport, observers, self._tracker)
@@ -194,6 +221,8 @@ class ScheduleFunction:
         tokens: torch.Tensor,
         pg_collection: Any,
         force: Any,
+        *,
+        again: bool,
     ) -> None:
         """Finishes the gradients and the measurements of a training call."""
         config = get_model_config(chunks[0])
@@ -207,7 +236,7 @@ class ScheduleFunction:
             peak = max(self.peaks.bytes, self._log.peak.bytes or 0)
             seen = run_log.seen(chunks, self.model.offloads, peak, self._waits, stages.partial_gradients)
             run_log.report(self._planner, self._group, seen)
-        if self.profiler is not None:
+        if self.profiler is not None and not again:
             self.profiler.end()
 
     def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int, width: int) -> Exchange | None:

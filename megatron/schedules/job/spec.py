@@ -28,8 +28,9 @@ class Settings:
     """Flags of this package, and two settings from the environment.
 
     Args:
-        schedule, memory_limit, costs, layers, saving, vocabulary_parallel, plan_lengths, measuring, replan, dry_run:
-            value of the flag with this name.
+        schedule, memory_limit, costs, layers, saving, vocabulary_parallel, plan_lengths, measuring, replan: value of
+            the flag with this name.
+        verify, dry_run: the same.
         search_seconds: time limit of an adaptive search, seconds; None for the default.
         stall_seconds: the job stops if no pass finishes for this long, seconds; 0 for no limit.
     """
@@ -43,6 +44,7 @@ class Settings:
     plan_lengths: bool = False
     measuring: Measuring | None = None
     replan: bool = False
+    verify: bool = False
     dry_run: DryRun | None = None
     search_seconds: float | None = None
     stall_seconds: float = 120.0

@@ -16,6 +16,7 @@ FLAGS = {
     "plan_lengths": "--pipeline-plan-lengths",
     "measure": "--pipeline-measure",
     "replan": "--pipeline-replan",
+    "verify": "--pipeline-verify",
     "dry_run": "--pipeline-dry-run",
     "stall_seconds": f"${STALL_VARIABLE}",
 }
@@ -28,6 +29,9 @@ _SWITCHES = {
     "those of --pipeline-measure), and switch to the new order if it is shorter; again where a rank or the messages "
     "between two become slow. Losses stay the same. Give it in long jobs. --pipeline-schedule auto without "
     "--pipeline-costs does so by itself, where enough iterations are left.",
+    "verify": "Prove that the schedule gives the right gradients, and stop: run the first iteration twice on the same "
+    "samples and weights, as planned and with each I and W as one whole backward, compare each parameter's gradient "
+    "and the loss on all ranks, and print a table. Ends with status 0 if they are equal, else with 1.",
 }
 # Help text for flags that the command line also has, for training only.
 _IN_TRAINING = {

@@ -11,6 +11,7 @@ from megatron.schedules.planner.forward_only import forward_only as all_forwards
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
 from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.whole_backwards import references
 from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
@@ -167,6 +168,10 @@ class Planner:
         self._schedules, self._timelines = {schedule.microbatches: schedule}, {}
         self._programs = {key: program for key, program in self._programs.items() if key[1]}
         self.first, self._first_programs = schedule, proved
+
+    def references(self, timeline: Timeline, rank: int) -> tuple[Program, ...]:
+        """Programs of ``rank`` for the plan of ``timeline`` with whole backwards, see :func:`.references`."""
+        return tuple(_checked(schedule, timeline.costs)[rank] for schedule in references(timeline.schedule))
 
     def for_lengths(self, num_microbatches: int, attention: tuple[float, float]) -> LengthsPlanner:
         """Returns the planner for iterations whose microbatches differ in length.

@@ -109,6 +109,7 @@ def settings_of(args: Any) -> Settings:
         args.pipeline_plan_lengths,
         values.measuring(FLAGS["measure"], args.pipeline_measure),
         args.pipeline_replan,
+        args.pipeline_verify,
         values.dry_run(FLAGS["dry_run"], args.pipeline_dry_run),
         values.search_seconds(),
         values.stall_seconds(),
