@@ -104,6 +104,15 @@ def test_any_loop_is_verified_and_all_its_state_restored(megatron: Any, case: st
     assert EQUAL.search(ranks[0][1]), ranks[0][1]
 
 
+def test_a_weight_that_more_than_its_linear_uses_is_right_up_to_the_order_of_sums(megatron: Any) -> None:
+    settings, groups = {"schedule": "v-half", "verify": True}, {PIPELINE: 2, CHUNKS: 2}
+    ranks = megatron("verified_loop", 2, groups, settings, regularized=True)
+    printed = ranks[0][1]
+    assert [status for status, *_ in ranks] == [0, 0], printed
+    assert re.search(r"verify: in two parts +1 gradient, .*\(.*linear_fc2.weight of stage 3 on rank 0\)", printed)
+    assert "verify: result        right: the schedule changes gradients by the order of a sum only" in printed, printed
+
+
 FP8 = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_attr_wrapped_model
 
 from tests.integration.core_loop import LENGTH, ROWS, WORDS, loss, model_of
 from tests.integration.forked_ranks import run_ranks
@@ -29,7 +30,8 @@ def verified_loop(world: int, groups: dict[str, int], settings: dict[str, Any], 
         world: ranks.
         groups: for ``parallel_state.initialize_model_parallel``.
         settings: arguments of ``install``.
-        options: of the model, see :func:`.core_loop.model_of`.
+        options: of the model, see :func:`.core_loop.model_of`. With ``regularized`` the loss has a term of the last
+            linear's weight.
     """
     return run_ranks(world, _loop, groups, settings, options)
 
@@ -55,7 +57,7 @@ def _loop(groups: dict[str, int], settings: dict[str, Any], options: dict[str, A
         try:
             for _ in range(CALLS):
                 get_forward_backward_func()(
-                    forward_step_func=_forward_step,
+                    forward_step_func=partial(_forward_step, regularized=options.get("regularized", False)),
                     data_iterator=[samples for _ in chunks] if len(chunks) > 1 else samples,
                     model=chunks if len(chunks) > 1 else chunks[0],
                     num_microbatches=5,
@@ -78,7 +80,7 @@ class _Samples(Iterator[dict[str, Any]]):
         return {"tokens": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 % WORDS, "more": [1.0]}
 
 
-def _forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(data_iterator: Any, model: Any, *, regularized: bool) -> tuple[torch.Tensor, Any]:
     sample = next(data_iterator)
     tokens, more = sample.pop("tokens"), sample["more"]
     drawn = 1 + 0.1 * random.random() + 0.1 * float(numpy.random.rand()) + 0.1 * torch.rand(())
@@ -89,4 +91,7 @@ def _forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     more[0] += 1
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     output = model(tokens, torch.arange(LENGTH).expand(ROWS, -1), mask, labels=tokens.roll(-1, 1))
+    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    if regularized and inner.post_process:
+        output = output + 0.1 * inner.decoder.layers[-1].mlp.linear_fc2.weight.square().mean()
     return output * factor, partial(loss, tokens)

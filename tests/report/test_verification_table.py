@@ -74,3 +74,15 @@ def test_no_gradient_at_all_proves_nothing():
     assert "3 of them are not finite in both runs" in table(RIGHT._replace(infinite=3))
     lost = RIGHT._replace(gradients=[Difference("weight", math.nan)])
     assert not passed([lost])
+
+
+def test_a_gradient_in_two_parts_may_differ_by_the_order_of_a_sum_and_fire_hooks_twice():
+    name = "weight of stage 2"
+    shared = RIGHT._replace(gradients=[Difference(name, 1e-7)], fired=[(name, 8, 4)])
+    assert not passed([shared])
+    assert passed([shared._replace(in_parts=[name])])
+    assert "in two parts  1 gradient, because not only their linears use the weights" in table(
+        shared._replace(in_parts=[name])
+    )
+    for wrong in ({"gradients": [Difference(name, 1e-2)]}, {"fired": [(name, 9, 4)]}):
+        assert not passed([shared._replace(in_parts=[name], **wrong)])

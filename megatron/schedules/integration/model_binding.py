@@ -6,7 +6,7 @@ of the embedding, of everything after the last layer, and of the loss stay on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,13 +62,14 @@ class ModelBinding:
 
     Args:
         planner: has the layers that are recomputed and offloaded.
+        watches_all: whether all parameters are watched for gradients in parts, not only those with hooks.
 
     Attributes:
         offloads: offloaded activations; None before a program with O.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, planner: Planner, *, watches_all: bool = False) -> None:
+        self._planner, self._watches_all = planner, watches_all
         self._store: WeightGradients | None = None
         self._recompute: Recomputes | None = None
         self.offloads: Offloads | None = None
@@ -97,6 +98,11 @@ class ModelBinding:
             self.offloads if program.has_offload else None,
         )
 
+    @property
+    def partial_gradients(self) -> Collection[int]:
+        """Parameters whose hooks have seen parts of gradients: :attr:`.ParameterLeaves.partial`."""
+        return () if self._store is None else self._store.leaves.partial
+
     def weight_gradients(self, chunks: Chunks, meter: ActivationMeter | None = None) -> WeightGradients:
         """Queue of weight gradients for the linears of ``chunks``.
 
@@ -104,7 +110,7 @@ class ModelBinding:
         """
         store = self._store
         if store is None or meter is not None:
-            store = WeightGradients(meter, hooked=self.offloads is not None)
+            store = WeightGradients(meter, hooked=self.offloads is not None, watches_all=self._watches_all)
             for chunk in chunks:
                 split_linears(chunk, store)
                 split_te_linears(chunk, store)

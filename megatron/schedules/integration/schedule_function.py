@@ -98,11 +98,11 @@ class ScheduleFunction:
         own = planner.placement.stages_of(self._rank)
         self._inputs = StageInputs(own, self._group, masks_documents=masks_documents)
         self._relay = ResultRelay(self._group, planner.last_stage_rank)
-        self.model = ModelBinding(planner)
+        self.model = ModelBinding(planner, watches_all=verify)
         self._reported = False
         self._waits: Counter[str] | None = None if standin.enabled() else Counter()
         self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
-        self._verify = Verification(planner, self.peaks) if verify else None
+        self._verify = Verification(planner, self.peaks, self.model) if verify else None
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
     def __call__(

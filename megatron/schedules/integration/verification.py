@@ -20,6 +20,7 @@ from megatron.schedules.integration.call_state import Chunks, Replayed, captured
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
+from megatron.schedules.integration.model_binding import ModelBinding
 from megatron.schedules.integration.rank_device import PeakReport
 from megatron.schedules.report.verification import Difference, RankResult, lines, passed
 from megatron.schedules.runtime.control_messages import of_all_ranks
@@ -56,10 +57,11 @@ class Verification:
     Args:
         planner: plans references.
         peaks: measures peak memory.
+        model: has the parameters whose gradients come in parts.
     """
 
-    def __init__(self, planner: Planner, peaks: PeakReport) -> None:
-        self._planner, self._peaks = planner, peaks
+    def __init__(self, planner: Planner, peaks: PeakReport, model: ModelBinding) -> None:
+        self._planner, self._peaks, self._model = planner, peaks, model
 
     def __call__(
         self, run: Run, chunks: Chunks, iterators: Sequence[Any], program: Program, timeline: Timeline
@@ -79,6 +81,7 @@ class Verification:
         if not standin.enabled():
             self._peaks.measure_next_call()
         planned = _outcome(partial(run, program, samples, False), parameters)
+        in_parts = [name for name, each in parameters.items() if id(each) in self._model.partial_gradients]
         expected = {name: _on_host(value) for name, value in _values(parameters, planned)}
         reference = again(references[0])
         sizes, other = _compared(expected, _values(parameters, reference))
@@ -105,6 +108,7 @@ class Verification:
             [(n, times, reference.fired[n]) for n, times in planned.fired.items() if times > reference.fired[n]],
             self._peaks.bytes,
             (planned.seconds, reference.seconds),
+            in_parts,
         )
         self._end(mine, timeline)
 

@@ -36,13 +36,17 @@ class _Leaf(NamedTuple):
 class ParameterLeaves:
     """Leaves of split forwards, per (stage, microbatch), from the forward until W.
 
+    Args:
+        watches_all: whether :attr:`partial` is of all parameters, not only of those with hooks of their own.
+
     Attributes:
         deferring: whose engine's I runs, and in it no backward of user code; None if there is none.
-        partial: identities of parameters with hooks of their own that an I has run with a part of a gradient. Besides
-            its split operation something else uses such a parameter, and W runs its hooks with the other part.
+        partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
+            operation something else uses such a parameter, and W runs its hooks with the other part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, watches_all: bool = False) -> None:
+        self._watches_all = watches_all
         self.deferring: Key | None = None
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[_Leaf]] = {}
@@ -124,7 +128,8 @@ class ParameterLeaves:
 
     @contextmanager
     def _hooks_watched(self, key: Key) -> Iterator[None]:
-        parameters = {id(each.parameter): each.parameter for each in self._leaves.get(key, ()) if _has_hooks(each)}
+        leaves = (each for each in self._leaves.get(key, ()) if self._watches_all or _has_hooks(each))
+        parameters = {id(each.parameter): each.parameter for each in leaves}
         handles = [each.register_hook(partial(self._watched, name)) for name, each in parameters.items()]
         try:
             yield

@@ -33,15 +33,18 @@ class WeightGradients:
     Args:
         meter: also counts the tensors of waiting closures; None (usual in training) counts nothing.
         hooked: whether saved-tensor hooks may surround a forward, as a meter's always may.
+        watches_all: see :class:`.ParameterLeaves`.
     """
 
-    def __init__(self, meter: ActivationMeter | None = None, *, hooked: bool = False) -> None:
+    def __init__(
+        self, meter: ActivationMeter | None = None, *, hooked: bool = False, watches_all: bool = False
+    ) -> None:
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[_Deferred]] = {}
         # How many closures wait to add to a parameter.
         self._adding: Counter[int] = Counter()
-        self.leaves = ParameterLeaves()
+        self.leaves = ParameterLeaves(watches_all=watches_all)
         # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
         # own, which must see the key too. Passes of one rank never run at the same time.
         self._current: Key | None = None
