@@ -129,7 +129,7 @@ def rank_memory(
     assert costs.memory is not None and counts is not None, "the model is known"
     sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
     waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
-    return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
+    return memory(schedule, on_stages, costs.memory.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 
 def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float, speed: float = 1.0) -> float:

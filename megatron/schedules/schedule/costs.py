@@ -189,20 +189,36 @@ class Costs:
         times = {kind: each for kind, each in times.items() if done.get(kind, ()) is not None}
         times |= self._vocabulary_times(placement)
         latencies = {(source, to): time for source, to, time in self.latencies}
-        standing = self._standing(placement, memory)
+        standing, passing = self._standing(placement, memory), self._passing(placement, memory, decisions)
         attention, messages = (
             self._of_layers(placement, parts, times.get(Kind.R, ()), shares) if any(shares.values()) else {}
             for shares in (self._attention, self._messages)
         )
         return StageCosts(
-            times, activation, self.comm, held, standing, self.one_way, latencies, attention, messages=messages
+            times,
+            activation,
+            self.comm,
+            held,
+            standing,
+            self.one_way,
+            latencies,
+            attention,
+            messages=messages,
+            passing=passing,
         )
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
-        """Number of decoder layers of each stage; None if the model is unknown."""
+        """Number of decoder layers of each stage; None if the model is unknown.
+
+        Raises:
+            PlanError: if the decisions are for another number of stages.
+        """
         if self.model is None:
             return None
-        return self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
+        counts = self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
+        if len(counts) != placement.stages:
+            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
+        return counts
 
     def memory_on(self, placement: Placement, decisions: Decisions = PLAIN) -> list[StageMemory] | None:
         """Memory of each stage for one microbatch, bytes; None if it is unknown in bytes."""
@@ -219,8 +235,6 @@ class Costs:
     def _parts(self, model: ModelLoads, placement: Placement, decisions: Decisions) -> list[Part]:
         """Parts of the model on each stage."""
         counts = self.layers_on(placement, decisions) or ()
-        if len(counts) != placement.stages:
-            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
         return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
 
     def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
@@ -324,6 +338,19 @@ class Costs:
             return ()
         unit = self.memory.of_rank(placement.ranks)
         return tuple(stage.parameters / unit for stage in stages)
+
+    def _passing(
+        self, placement: Placement, stages: Sequence[StageMemory] | None, decisions: Decisions
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Temporary memory of Megatron's own recompute during a B and an I of each stage."""
+        counts = self.layers_on(placement, decisions)
+        if self.memory is None or stages is None or counts is None or not self.memory.most_passing:
+            return {}
+        unit, found = self.memory.of_rank(placement.ranks), self.memory.passing(counts)
+        return {
+            Kind.B: tuple(each.whole / unit for each in found),
+            Kind.I: tuple(each.input_grad / unit for each in found),
+        }
 
     def _vocabulary_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Times of S (forward and input gradient of a rank's part of the output layer) and T (its weight gradient)."""

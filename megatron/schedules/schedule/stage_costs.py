@@ -93,6 +93,7 @@ class StageCosts:
         messages: part of the ``times`` of F, I and R in which the rank waits for messages of its experts, unless weight
             gradients run meanwhile (:mod:`.hidden_messages`); empty without such messages.
         loads: relative load of each microbatch; None if all are equal.
+        passing: temporary memory of Megatron's own recompute during a B and during an I of each stage; empty without.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -105,6 +106,7 @@ class StageCosts:
     attention: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     messages: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     loads: MicrobatchLoads | None = None
+    passing: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
 
     def latency(self, source: int, to: int) -> float:
         """Returns the latency of a message from rank ``source`` to rank ``to``; 0 within a rank."""
