@@ -33,7 +33,7 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     if one_kernel:
         build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
     spec = replace(spec, model=replace(spec.model, build=build))
-    costs = costs_of(spec, asked.schedule.placement.stages)
+    costs = costs_of(spec)
     asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
     return estimated(asked, Planner(asked)).ranks
 

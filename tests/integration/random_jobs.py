@@ -150,13 +150,15 @@ def _model(draw: random.Random) -> tuple[float, int, list[str]]:
 def _layers(draw: random.Random, layers: int, pipeline: int, *, places: bool) -> list[str]:
     """The model's own number of layers, an odd one, or one that the stages divide, with the ends counted or not."""
     each = layers // pipeline
-    kind = draw.choice(("own", "odd", "divisible", "divisible") if places else ("own", "odd", "divisible", "ends", "last"))
+    kind = draw.choice(
+        ("own", "odd", "divisible", "divisible") if places else ("own", "odd", "divisible", "ends", "last")
+    )
     if kind == "ends":
         ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
         return ["--num-layers", f"{each * pipeline - 2}", *ends.split()]
     if kind == "last":
         return ["--num-layers", f"{each * pipeline - 1}", "--decoder-last-pipeline-num-layers", f"{each - 1}"]
-    return ["--num-layers", f"{ {'own': layers, 'odd': layers - 1 + layers % 2, 'divisible': each * pipeline}[kind]}"]
+    return ["--num-layers", f"{ {'own': layers, 'odd': layers - 1 + layers % 2, 'divisible': each * pipeline}[kind] }"]
 
 
 def _ends(draw: random.Random) -> list[str]:

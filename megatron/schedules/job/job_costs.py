@@ -12,12 +12,11 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 
 
-def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
+def costs_of(spec: JobSpec, *, reserves: bool = False) -> Costs:
     """Costs of half a rank's layers, with time and memory of each part of the model if it is known.
 
     Args:
         spec: the job, with its cost file.
-        stages: number of stages of the plan; the largest number if the planner searches it.
         reserves: true to reserve memory for parameters also if the planner does not partition the layers.
 
     Raises:
@@ -35,7 +34,6 @@ def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
         costs = with_model(
             costs,
             spec.trained,
-            stages,
             shared=settings.vocabulary_parallel,
             placed=reserves or settings.layers == "auto",
             profile=profile,

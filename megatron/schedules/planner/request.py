@@ -36,6 +36,8 @@ class Request:
         decisions: settled decisions about the stages.
         partition: True to search the layer partition (:func:`.layer_partition.partition_layers`). ``auto`` always
             searches it if the model is known and no partition is settled.
+        divides: for ``auto``, True if only ``chunk_choices`` divide the layers, so that schedules by name need one of
+            them too.
         recompute: for ``adaptive``, True to search which stages recompute (:func:`.memory_saving.save_memory`).
         offload: for ``adaptive``, True to search which stages offload. Both are used only if the plan gets shorter.
     """
@@ -54,6 +56,7 @@ class Request:
     search_seconds: float | None = None
     decisions: Decisions = PLAIN
     partition: bool = False
+    divides: bool = False
     recompute: bool = False
     offload: bool = False
 

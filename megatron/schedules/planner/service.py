@@ -207,7 +207,9 @@ def or_named(found: Plan) -> Plan:
         return found
     best = min(shorter, key=lambda line: line.makespan).schedule
     name, chunks = best.name, best.placement.chunks
-    settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
+    layers = request.layers_on(best.placement) if request.partition else None
+    settled = request if layers is None else with_layers(request, layers)
+    settled = replace(settled, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
     return Plan(found.asked, settled, best, found.named)
 
 

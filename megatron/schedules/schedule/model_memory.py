@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
-
 class LayerMemory(NamedTuple):
     """Memory of one decoder layer for one microbatch, bytes.
 

@@ -1,0 +1,131 @@
+"""Dry runs of jobs as people write them: no traceback, no plan over its limit, and ``auto`` is never longer."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.spec import Settings
+from megatron.schedules.utils.errors import PlanError
+from tests.integration.dry_runs import Counted, Ending, ended, planned, short_searches
+from tests.integration.random_jobs import random_job
+
+NAMED = "1f1b eager-1f1b interleaved-1f1b:2 interleaved-1f1b:3 zb-1p zb-2p 1f1b-v v-min v-half v-zb".split()
+ALWAYS, AT_NIGHT = 12, 300
+_ROUNDING = 1 + 1e-9
+
+SIZE = shlex.split("""
+    --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 8192
+    --max-position-embeddings 8192 --vocab-size 32000 --micro-batch-size 1 --train-iters 6 --bf16
+""")
+LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion --distributed-backend gloo"
+# Jobs under auto that were planned wrongly once, with the value of their dry run.
+FOUND = {
+    "a limit judged by the layers of another placement": (
+        f"--num-layers 32 --pipeline-model-parallel-size 4 --global-batch-size 8 {LOCAL} "
+        "--recompute-granularity selective --recompute-modules core_attn",
+        "4x160GiB",
+    ),
+    "recompute of each stage's first layers": (
+        "--num-layers 32 --pipeline-model-parallel-size 4 --global-batch-size 4 "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        "4",
+    ),
+    "layers of the last stage by a flag": (
+        "--num-layers 31 --pipeline-model-parallel-size 4 --global-batch-size 4 --decoder-last-pipeline-num-layers 7",
+        "4",
+    ),
+    "layers that two chunks do not divide": (
+        "--num-layers 36 --pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-layers even",
+        "4",
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short() -> Iterator[None]:
+    with short_searches():
+        yield
+
+
+def check(line: Sequence[str], by_name: Callable[[str], Sequence[str]]) -> Ending:
+    """Checks what must hold for every dry run of ``adaptive`` and ``auto``, and returns how it ends.
+
+    Args:
+        line: the command line.
+        by_name: its command line under a schedule by name, without a limit.
+    """
+    end = ended(line)
+    if end.found is None:
+        assert end.status == 2, end.said
+        assert "pytest: error: --pipeline" in end.said.splitlines()[-1], end.said
+        return end
+    found, settings = end.found, end.found.job.spec.settings
+    room = settings.dry_run and settings.dry_run.device_bytes
+    assert end.status == (3 if room and found.device > room else 0), end.said
+    assert found.job.layers == found.estimate.counts
+    assert within(found, settings), end.said
+    if settings.schedule.name == "auto" and not settings.measures_limit:
+        shorter = [name for name in NAMED if _fits_and_is_shorter(by_name(name), found, settings)]
+        assert not shorter, end.said
+    return end
+
+
+def within(found: Counted, settings: Settings) -> bool:
+    """Whether a plan is within the limit of ``settings``; without one, within what ``auto`` may use of the device."""
+    limit, room = settings.memory_limit, settings.dry_run and settings.dry_run.device_bytes
+    if limit is not None and limit.size is not None:
+        return found.in_passes <= limit.size * _ROUNDING
+    if limit is None and room:
+        return found.device <= (1 - RESERVED) * room * _ROUNDING
+    most = 1.0 if limit is None else limit.fraction
+    return most is None or found.of_1f1b <= most * _ROUNDING
+
+
+def _fits_and_is_shorter(line: Sequence[str], found: Counted, settings: Settings) -> bool:
+    try:
+        named = planned(line)
+    except PlanError:  # it does not go with the job
+        return False
+    return named.time * _ROUNDING < found.time and within(named, settings)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < ALWAYS else pytest.mark.full_matrix) for seed in range(AT_NIGHT)],
+)
+def test_a_random_job_is_planned_within_its_limit_and_no_fitting_schedule_by_name_is_shorter(seed: int):
+    job = random_job(seed, most=4 if seed < ALWAYS else 16)
+    check(job.line, job.under)
+
+
+@pytest.mark.parametrize(("flags", "dry_run"), FOUND.values(), ids=FOUND)
+def test_a_job_that_was_planned_wrongly_once_is_planned_well(flags: str, dry_run: str):
+    def under(schedule: str) -> list[str]:
+        return [*SIZE, *flags.split(), "--pipeline-dry-run", dry_run, "--pipeline-schedule", schedule]
+
+    end = check(under("auto"), under)
+    assert end.found is not None, end.said
+
+
+def test_the_backend_of_messages_changes_nothing_of_a_plan():
+    line = [*random_job(0).under("v-half"), "--transformer-impl", "local", "--normalization", "RMSNorm"]
+    plain, gloo = (planned([*line, *more]) for more in ([], ["--distributed-backend", "gloo"]))
+    assert gloo.job == plain.job
+    assert gloo.estimate == plain.estimate
+
+
+def test_most_random_jobs_are_not_refused():
+    """Or their tests would show little."""
+    jobs = [random_job(seed, ("v-half",)) for seed in range(40)]
+    assert sum(_is_planned(job.line) for job in jobs) >= 30
+
+
+def _is_planned(line: Sequence[str]) -> bool:
+    try:
+        return bool(planned(line))
+    except PlanError:
+        return False
