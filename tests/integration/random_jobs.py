@@ -105,6 +105,8 @@ def random_job(seed: object, schedules: tuple[str, ...] = ("auto", "auto", "auto
     pipeline = draw.choice([ranks for ranks in (2, 3, 4, 5, 6, 8, 8, 12, 16) if ranks <= most])
     tensor, context, data = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 2, 4, 8))
     expert = draw.choice([1, data]) if "--num-experts" in sizes else 1
+    while tensor < 8 and _held(size, pipeline * tensor * expert) > DEVICES[-1] and draw.random() < 0.9:
+        tensor *= 2
     distributed, microbatches = draw.random() < 0.7, draw.choice((1, 2, pipeline - 1, pipeline, 2 * pipeline, 13))
     micro = draw.choice((1, 1, 1, 2, 4))
     recompute = draw.choice(("", draw.choice(RECOMPUTE)))
@@ -123,14 +125,18 @@ def random_job(seed: object, schedules: tuple[str, ...] = ("auto", "auto", "auto
     if schedule == "adaptive" and "--pipeline-layers" not in flags:
         flags += ["--pipeline-layers", "auto"]
     flags += _layers(draw, layers, pipeline, places="--pipeline-layers" in flags)
-    bytes_each = 6 + 12 / (data * context if distributed else 1)
-    held = bytes_each * size / (pipeline * tensor * expert)  # GB of a rank's parameters, about
-    fitting = [device for device in DEVICES if device > 1.5 * held] or DEVICES[-1:]
+    held = _held(size, pipeline * tensor * expert, data * context if distributed else 1)
+    fitting = [device for device in DEVICES if device > held] or DEVICES[-1:]
     device = draw.choice(("", f"x{draw.choice(fitting)}GiB", f"x{draw.choice(fitting)}GiB", f"x{fitting[0]}GiB"))
     limit = _limit(draw, schedule, "full" in flags)
     if any("=" in word for word in limit) or draw.random() < 0.1:
         flags += ["--pipeline-costs", "1,1.1,0.8,0.05"]
     return Job(tuple(map(str, flags)), limit, schedule, f"{pipeline * tensor * context * data}{device}")
+
+
+def _held(size: float, parts: int, optimizer_parts: int = 1) -> float:
+    """About the GB that a rank needs for its part of ``size`` billion parameters, with some for activations."""
+    return 1.5 * (6 + 12 / optimizer_parts) * size / parts
 
 
 def _model(draw: random.Random) -> tuple[float, int, list[str]]:
