@@ -69,7 +69,8 @@ def check(line: Sequence[str], by_name: Callable[[str], Sequence[str]]) -> Endin
         shorter = [name for name in NAMED if _fits_and_is_shorter(by_name(name), found, settings)]
         assert not shorter, end.said
         compared = re.search(r"shortest schedule by name within the limit is ([\w-]+),", end.said)
-        if compared and compared[1] != "interleaved-1f1b":  # of an unknown number of chunks
+        # Layers that auto places may be placed for a schedule by name too. Interleaved, it has some number of chunks.
+        if compared and compared[1] != "interleaved-1f1b" and not settings.places_layers:
             assert planned(by_name(compared[1])), "it is possible"
     return end
 
@@ -86,8 +87,9 @@ def within(found: Counted, settings: Settings) -> bool:
 
 
 def _fits_and_is_shorter(line: Sequence[str], found: Counted, settings: Settings) -> bool:
+    even = ["--pipeline-layers", "even"] * (settings.layers == "auto" and "--pipeline-layers" in line)
     try:
-        named = planned(line)
+        named = planned([*line, *even])
     except PlanError:  # it does not go with the job
         return False
     return named.time * _ROUNDING < found.time and within(named, settings)

@@ -89,7 +89,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         )
     elif choice.chunks is not None:
         request = replace(request, chunks=choice.chunks)
-    costs = costs_of(spec, reserves=device is not None)
+    costs = costs_of(spec, of_device=device is not None)
     request = replace(
         request,
         costs=costs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.schedules.schedule.costs import Costs
@@ -76,19 +77,21 @@ class Request:
         return memory.of_rank(self.ranks) * max(whole_peaks(timeline.schedule, timeline.costs))
 
     def allows(self, timeline: Timeline) -> bool:
-        """Checks that a plan keeps within the memory limit.
+        """Checks that a schedule by name keeps within the memory limit.
 
-        The plan may have another placement and other layers than this request: its own costs say what it holds.
+        It may have another placement and other layers than this request: its own costs say what it holds. Parameters
+        count only if the limit is that of a device.
         """
         if self.memory_limit is None:
             return True
-        limit = self.memory_limit * self.ranks + EPSILON
-        if timeline.limit <= limit or not self.recompute_room:
-            return timeline.limit <= limit
-        # A plan's peak is often between backward passes, when nothing is recomputed.
         schedule, costs = timeline.schedule, timeline.costs
-        held = costs.within(schedule.placement, whole_peaks(schedule, costs))
-        return held <= limit + self.recompute_room * self.ranks
+        limit, room = self.memory_limit * self.ranks + EPSILON, self.recompute_room * self.ranks
+
+        def needed(peaks: Sequence[float]) -> float:
+            return costs.within(schedule.placement, peaks) if costs.of_device else max(peaks)
+
+        # A plan's peak is often between backward passes, when nothing is recomputed.
+        return needed(timeline.peaks) <= limit or needed(whole_peaks(schedule, costs)) <= limit + room
 
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""

@@ -71,6 +71,7 @@ class Costs:
         one_way: whether a rank copies in one direction at a time.
         latencies: (from, to, time) for each pair of ranks whose latency is not ``comm``.
         memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
+        of_device: whether a memory limit is what parameters leave of a device, see :class:`.StageCosts`.
         attention: attention's parts of a layer's F and I, which grow with the square of the sequence length
             (:mod:`.stage_costs`).
         messages: parts of ``forward`` and of ``input_grad`` in which a rank waits for messages of its experts. Weight
@@ -96,6 +97,7 @@ class Costs:
     latencies: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
     memory: ModelMemory | None = None
+    of_device: bool = False
     messages: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
@@ -198,7 +200,7 @@ class Costs:
             self._of_layers(placement, parts, times.get(Kind.R, ()), repeated, shares) if any(given) else {}
             for given, shares in ((self.attention, self._attention), (self.messages, self._messages))
         )
-        rest = {"messages": messages, "passing": passing}
+        rest = {"messages": messages, "passing": passing, "of_device": self.of_device}
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention, **rest)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
