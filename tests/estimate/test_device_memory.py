@@ -106,9 +106,9 @@ def ranks(schedule: str, of: Request, size: int = 4) -> list[float]:
 
 
 def in_bytes(made: Schedule, of: Request, count: Count, numbers: Numbers) -> tuple[RankMemory, ...]:
-    held, layers, size = of.costs.memory, of.decisions.layers, made.ranks
-    assert held is not None and layers is not None
-    return memory(made, of.costs_on(made.placement), held, layers, [count] * size, numbers, [0.0] * size)
+    held, size = of.costs.memory, made.ranks
+    assert held is not None
+    return memory(made, of.costs_on(made.placement), held.of_rank(size), [count] * size, numbers, [0.0] * size)
 
 
 def test_bytes_are_a_plans_microbatches_times_those_of_one():

@@ -22,19 +22,19 @@ from megatron.schedules.job.job_costs import costs_of
 
 
 def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
-    """The estimate for the command line of this process, with attention in one kernel if asked."""
+    """The estimate for the command line of this process as a CPU runs it, with attention in one kernel if asked."""
     hooks.install()
     args = arguments.parse_args()
     asked = check(args)
     assert asked is not None
+    spec = completed(asked.spec, args)
+    assert spec.model is not None
+    build = replace(spec.model.build, plain=args.transformer_impl == "local")
     if one_kernel:
-        spec = completed(asked.spec, args)
-        assert spec.model is not None
-        build = spec.model.build
         build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
-        spec = replace(spec, model=replace(spec.model, build=build))
-        costs = costs_of(spec, asked.schedule.placement.stages)
-        asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
+    spec = replace(spec, model=replace(spec.model, build=build))
+    costs = costs_of(spec)
+    asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
     return estimated(asked, Planner(asked)).ranks
 
 

@@ -14,10 +14,15 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags import check
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.job.job_request import auto_choices
+from megatron.schedules.job.job_costs import costs_of
+from megatron.schedules.job.job_request import auto_choices, request_of
 from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import DryRun, ScheduleChoice
+from megatron.schedules.planner.partition_plans import with_layers
+from megatron.schedules.planner.registry import named_within
+from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import Plan, make_plan, or_named
 from megatron.schedules.schedule.simulator import simulate
 
 BUILD = MODELS["9.6B"].whole
@@ -69,6 +74,31 @@ def test_a_plan_that_holds_more_messages_is_made_again_within_less_memory(monkey
     assert "vocabulary parallelism would make the iteration" in found.explanation
     assert "longer than it" not in found.explanation, "a schedule by name would be shorter"
     assert _most(found) <= (1 - RESERVED) * 300 * 2**30
+
+
+def test_schedules_by_name_are_judged_by_what_they_hold_themselves_not_by_the_layers_of_the_plan():
+    """Megatron's recompute takes memory beside the limit, by the layers of each stage, of which plans have others."""
+    settings = Settings(ScheduleChoice("auto", "auto"))
+    recompute = StockRecompute("selective", modules=("mlp",))
+    job = JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
+    costs = costs_of(job)
+    asked = Request("auto", 4, 8, costs, memory_limit=0.7, recompute_room=0.1, chunk_choices=(1, 2, 4))
+    named = make_plan(replace(asked, schedule="zb-1p", memory_limit=None))
+    found = Plan(asked, with_layers(replace(named.request, memory_limit=0.7), (4, 4, 4, 4)), named.schedule)
+    best = min(named_within(asked), key=lambda line: line.makespan)
+    assert f"within the limit is {best.schedule.name}," in found.explanation
+
+
+def test_the_layers_of_a_schedule_by_name_that_auto_takes_are_settled():
+    """Megatron divides only numbers that the stages divide, so the job's layout has to say where the layers are."""
+    settings = Settings(ScheduleChoice("auto", "auto"), layers="auto")
+    job = JobSpec(settings, Sizes(3, 3), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
+    asked = request_of(job).request
+    long = make_plan(replace(asked, schedule="1f1b", partition=False))
+    taken = or_named(Plan(asked, replace(long.request, memory_limit=2.0), long.schedule, tuple(named_within(asked))))
+    assert taken.schedule.name != "1f1b"
+    layers = PlannedJob(job, taken.request, taken.schedule).layers
+    assert (len(layers), sum(layers)) == (taken.schedule.placement.stages, 16)
 
 
 def _time(job: PlannedJob) -> float:

@@ -44,7 +44,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     args.world_size = 2
     spec = completed(spec_of(args), args)
     check_costs(spec)
-    return costs_of(spec, 2).on(sequential(2), Decisions(layers=(4, 4)))
+    return costs_of(spec).on(sequential(2), Decisions(layers=(4, 4)))
 
 
 def test_recompute_while_measuring_is_not_added_twice(tmp_path):

@@ -39,11 +39,11 @@ def test_megatrons_recompute_repeats_its_share_of_the_forward():
     work = layer_work(MODELS["9.6B"].whole, experts=False)
 
     def share(*flags: Any, **named: Any) -> float:
-        return recomputed_share(StockRecompute(*flags, **named).kept, work, 4)
+        return recomputed_share(StockRecompute(*flags, **named).kept, work)
 
     assert share() == 0
     assert share("full", "uniform", 1) == 1
-    assert share("full", "block", 1) == 0.25
+    assert share("full", "block", 1) == 1
     assert share("selective") == work.share("core_attn") > 0
     assert share("selective", modules=("core_attn", "mlp", "nobody knows")) == work.share("core_attn") + work.share(
         "mlp"

@@ -124,7 +124,7 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
         layer = memory.layers[0]
         costs = replace(
             COSTS,
-            stock_recompute=recomputed_share(stock_recompute(args).kept, layer_work(build), STOCK_LAYERS),
+            stock_recompute=recomputed_share(stock_recompute(args).kept, layer_work(build)),
             kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
             weight_share=1.0 if granularity is None else layer.weights / layer.full,
         )

@@ -171,7 +171,8 @@ class Build:
         contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
             Engine's does; otherwise it keeps views.
         plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
-            keeps two tensors in single precision instead of its input.
+            keeps two tensors in single precision instead of its input. No flag sets it, so that a job has the same plan
+            on every machine: plans are for GPUs.
         samples: samples of a microbatch.
         context: context-parallel ranks, which share the tokens of a sample.
         number: bytes of one number of activations.

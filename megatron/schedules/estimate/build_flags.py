@@ -48,7 +48,6 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_gradients=args.gradient_accumulation_fusion,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         contiguous=args.transformer_impl != "local",
-        plain=args.distributed_backend == "gloo" and args.transformer_impl == "local",
         samples=args.micro_batch_size or 1,
         context=args.context_parallel_size,
         number=number,

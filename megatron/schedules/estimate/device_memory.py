@@ -14,8 +14,9 @@ from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.schedule.host_memory import taken
-from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, activation_bytes
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import whole_peaks
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 # Modules that Megatron can recompute separately, and their parts of a layer.
@@ -170,8 +171,7 @@ class RankMemory(NamedTuple):
 def memory(
     schedule: Schedule,
     costs: StageCosts,
-    model: ModelMemory,
-    counts: Sequence[int],
+    unit: float,
     sizes: Sequence[Count],
     numbers: Numbers,
     messages: Sequence[float],
@@ -180,16 +180,14 @@ def memory(
 
     Args:
         schedule, costs: the plan and its costs.
-        model: memory of the model's parts.
-        counts: decoder layers of each stage.
+        unit: bytes of one microbatch's activations on an average rank.
         sizes: parameters of each rank.
         numbers: bytes of each parameter.
         messages: bytes of each rank's messages.
     """
-    unit, host = model.of_rank(schedule.ranks), taken(schedule, costs)
-    activations = activation_bytes(schedule, costs, model, counts)
+    held_by_rank, host = whole_peaks(schedule, costs), taken(schedule, costs)
     ranks = (RankMemory.static_of(count, numbers, waiting) for count, waiting in zip(sizes, messages, strict=True))
     return tuple(
-        rank._replace(activations=held, host=rank.host + unit * moved)
-        for rank, held, moved in zip(ranks, activations, host, strict=True)
+        rank._replace(activations=unit * held, host=rank.host + unit * moved)
+        for rank, held, moved in zip(ranks, held_by_rank, host, strict=True)
     )

@@ -161,8 +161,8 @@ class Setting:
         # If any message crosses nodes, all are assumed to.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
         found = Costs(forward, input_grad, weight_grad, latency, model=model)
-        stages, hides = self.placement.stages, self.args.overlap_moe_expert_parallel_comm
-        found = with_model(found, self.trained, stages, shared=self.method.shared, hides=hides, prices=roofline)
+        hides = self.args.overlap_moe_expert_parallel_comm
+        found = with_model(found, self.trained, shared=self.method.shared, hides=hides, prices=roofline)
         copy = self.memory.of_rank(self.pipeline) / 2 / self.device.host_link if self.method.may_offload else 0.0
         return replace(found, memory=self.memory, copy=copy)
 

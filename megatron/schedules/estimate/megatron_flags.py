@@ -40,7 +40,6 @@ FLAGS: Flags = {
     "--attention-dropout": (float, 0.1),
     "--context-parallel-size": (int, 1),
     "--cross-entropy-fusion-impl": (str, "native"),
-    "--distributed-backend": (str, "nccl"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
     "--fp4-format": (str, None),

@@ -47,12 +47,14 @@ class TrainedModel:
         numbers: bytes of each parameter.
         recompute: Megatron's own recompute.
         stand_in: true if the embedding and the output layer count as a layer each in an even partition.
+        ends: number of layers of the first and of the last stage; None: as many as the other stages have.
     """
 
     build: Build
     numbers: Numbers
     recompute: Recompute
     stand_in: tuple[bool, bool] = (False, False)
+    ends: tuple[int | None, int | None] = (None, None)
 
     @property
     def message_bytes(self) -> float:
@@ -64,7 +66,6 @@ class TrainedModel:
 def with_model(
     costs: Costs,
     model: TrainedModel,
-    stages: float,
     *,
     shared: bool,
     placed: bool = False,
@@ -77,7 +78,6 @@ def with_model(
     Args:
         costs: times; a ``model`` in them is kept.
         model: the model as trained.
-        stages: stages of the plan, or the most of them if that number is searched.
         shared: true under vocabulary parallelism.
         placed: true if the planner reserves memory for parameters, because it partitions the layers or keeps within a
             device.
@@ -92,17 +92,17 @@ def with_model(
     kept = kept if profile is None else profile.memory(kept)
     work = layer_work(build, experts=any(build.where))
     speed = build.quantized.speed if build.quantized else 1.0
-    repeated = recomputed_share(model.recompute, work, build.shape.layers / stages, speed)
     messages = costs.messages
     if hides and profile is None and not any(messages):
         forward, input_grad = message_shares(build, prices, build.tokens)
         messages = forward * costs.forward, input_grad * costs.input_grad
+    if profile is None or profile.facts.recompute is None:  # else measured times include it
+        share = recomputed_share(model.recompute, work, speed)
+        costs = replace(costs, stock_recompute=share, recomputed_layers=model.recompute.layers or None)
     return replace(
         costs,
         messages=messages,
-        model=replace(costs.model or loads(build), stand_in=model.stand_in),
-        # Measured times include it if it was on.
-        stock_recompute=repeated if profile is None or profile.facts.recompute is None else costs.stock_recompute,
+        model=replace(costs.model or loads(build), stand_in=model.stand_in, ends=model.ends),
         shared_vocabulary=shared,
         memory=kept,
         weight_share=kept.weight_share,
@@ -129,18 +129,17 @@ def rank_memory(
     assert costs.memory is not None and counts is not None, "the model is known"
     sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
     waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
-    return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
+    return memory(schedule, on_stages, costs.memory.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 
-def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float, speed: float = 1.0) -> float:
-    """Share of the forward that I recomputes. Times given with ``--pipeline-costs`` do not include it.
+def recomputed_share(recompute: Recompute, work: Work, speed: float = 1.0) -> float:
+    """Share of the forward of a layer that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:
         recompute: Megatron's own recompute.
         work: work of a decoder layer.
-        layers_a_stage: decoder layers of a stage.
         speed: speed of linears relative to attention's, in FLOPs.
     """
     if recompute.layers != 0:
-        return 1.0 if recompute.layers is None else min(1.0, recompute.layers / max(layers_a_stage, 1.0))
+        return 1.0
     return sum(work.share(module, speed) for module in recompute.modules)

@@ -12,13 +12,13 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 
 
-def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
+def costs_of(spec: JobSpec, *, of_device: bool = False) -> Costs:
     """Costs of half a rank's layers, with time and memory of each part of the model if it is known.
 
     Args:
         spec: the job, with its cost file.
-        stages: number of stages of the plan; the largest number if the planner searches it.
-        reserves: true to reserve memory for parameters also if the planner does not partition the layers.
+        of_device: true if the plan has to keep within a device, so that parameters count even if their layers are not
+            partitioned.
 
     Raises:
         PlanError: a flag is wrong; the error names it.
@@ -35,13 +35,12 @@ def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
         costs = with_model(
             costs,
             spec.trained,
-            stages,
             shared=settings.vocabulary_parallel,
-            placed=reserves or settings.layers == "auto",
+            placed=of_device or settings.layers == "auto",
             profile=profile,
             hides=bool(spec.hides_messages),
         )
-    costs = replace(costs, shared_vocabulary=settings.vocabulary_parallel)
+    costs = replace(costs, shared_vocabulary=settings.vocabulary_parallel, of_device=of_device)
     if spec.hides_messages is False:
         costs = replace(costs, messages=(0.0, 0.0))
     if custom is not None:

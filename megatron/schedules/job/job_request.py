@@ -89,13 +89,13 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         )
     elif choice.chunks is not None:
         request = replace(request, chunks=choice.chunks)
-    number = stages(request)
-    costs = costs_of(spec, number, reserves=device is not None)
+    costs = costs_of(spec, of_device=device is not None)
     request = replace(
         request,
         costs=costs,
-        decisions=Decisions(layers=_layers_of(spec, number)),
+        decisions=Decisions(layers=_layers_of(spec, stages(request))),
         partition=settings.layers == "auto",
+        divides=spec.layers.count is not None and settings.layers != "auto",
     )
     if device is not None and spec.trained is not None and costs.memory is not None:
         limit = device_limit(spec.trained, request, device)
@@ -109,12 +109,12 @@ def _layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
     if spec.layers.count is None:  # the planner compares them with the model
         return layers if isinstance(layers, tuple) else None
     by_hand = spec.layers.by_hand or isinstance(layers, tuple)
-    known = by_hand and not wrong_layers(spec.layers, stages, layers)
+    known = by_hand and not _by_ends(spec) and not wrong_layers(spec.layers, stages, layers)
     return layers_by_stage(spec.layers, stages, layers) if known else None
 
 
 def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
-    """Numbers of chunks up to ``most`` that divide the layers; only the largest if costs depend on the number.
+    """Numbers of chunks up to ``most`` that divide the layers; only the largest if flags set the layers of each stage.
 
     If no number divides the layers, the rule about layers refuses a job, which gets one number.
     """
@@ -124,8 +124,14 @@ def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
     if layers == "auto" or stock.count is None:
         return chunk_choices(most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(stock, chunks * size, layers))
-    depends = stock.by_hand or spec.settings.places_layers or spec.recompute.method == "block"
+    depends = (stock.by_hand or spec.settings.places_layers) and not _by_ends(spec)
     return (found[-1:] if depends else found) or ((1,) if spec.layers.count is not None else chunk_choices(most))
+
+
+def _by_ends(spec: JobSpec) -> bool:
+    """Returns whether flags set only the layers of the first and last stage, which the model's costs know."""
+    stock, layers = spec.layers, spec.settings.layers
+    return spec.trained is not None and stock.layout is None and not stock.segmented and not isinstance(layers, tuple)
 
 
 def _microbatches(spec: JobSpec) -> int:

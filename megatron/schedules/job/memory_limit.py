@@ -52,7 +52,7 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
     of_1f1b = request.ranks * held
     passing = 0.0 if memory is None else memory.most_passing
     set_aside = passing + (0.0 if spec.trained is None else messages * spec.trained.message_bytes)
-    fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request) + limit.reserved / of_1f1b
+    fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request)
     if fraction < least:
         smallest = _rounded_up((least * of_1f1b + set_aside) / 2**30)
         raise PlanError(
@@ -67,12 +67,11 @@ def device_limit(model: TrainedModel, request: Request, device: float) -> Memory
 
     Args:
         model: the model as trained.
-        request: its request, whose costs reserve the memory of parameters above the average.
+        request: its request, whose costs count the memory of parameters above the average.
         device: memory of a device, bytes.
     """
-    average, most = _static_bytes(model, request)
-    left = (1 - RESERVED) * device - average
-    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0), reserved=most - average)
+    left = (1 - RESERVED) * device - _static_bytes(model, request)
+    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 
 def _with_first_limit(request: Request) -> Request:
@@ -84,16 +83,16 @@ def _with_first_limit(request: Request) -> Request:
     return replace(request, memory_limit=max(_BEGINNING, least))
 
 
-def _static_bytes(model: TrainedModel, request: Request) -> tuple[float, float]:
-    """Bytes of weights, gradients and optimizer: on an average rank, and the most on a rank of any placement."""
-    average = most = 0.0
+def _static_bytes(model: TrainedModel, request: Request) -> float:
+    """Bytes of weights, gradients and optimizer on an average rank."""
+    average = 0.0
     for where in placements(request):
         counts = request.layers_on(where)
         assert counts is not None, "the model is known"
         sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.shared_vocabulary)
         held = [RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes]
-        average, most = max(average, sum(held) / len(held)), max(most, *held)
-    return average, most
+        average = max(average, sum(held) / len(held))
+    return average
 
 
 def _rounded_up(number: float) -> float:

@@ -134,7 +134,7 @@ class JobPlans:
                 f"{flags['memory_limit']} {settings.memory_limit.text} is for training, which measures it: give 0.5 or "
                 "20GiB"
             )
-        self.costs = costs_of(spec, self.ranks)
+        self.costs = costs_of(spec)
 
     @property
     def has_model(self) -> bool:

@@ -233,7 +233,8 @@ class JobSpec:
         if self.model is None or self.build is None:
             return None
         numbers = replace(self.model.numbers, shared_by=self.sizes.optimizer_shared_by)
-        return TrainedModel(self.build, numbers, self.recompute.kept, self.layers.stand_in)
+        ends = self.layers.first, self.layers.last
+        return TrainedModel(self.build, numbers, self.recompute.kept, self.layers.stand_in, ends)
 
     def read(self) -> JobSpec:
         """Returns this job with the content of its CSV and of its cost file.

@@ -52,13 +52,11 @@ class MemoryLimit:
         fraction: fraction of 1F1B's activation memory.
         size: size in bytes.
         text: the flag's text.
-        reserved: bytes by which the limit of some rank is smaller, because it has more parameters.
     """
 
     text: str
     fraction: float | None = None
     size: float | None = None
-    reserved: float = 0.0
 
     @property
     def is_measured(self) -> bool:

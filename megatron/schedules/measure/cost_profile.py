@@ -89,6 +89,8 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "layer_input": self.layer_input_share,
             "copy": None if self.copy_time is None else self.copy_time * self.ranks_per_link,
         }
+        if self.recompute_share is not None:
+            costs = replace(costs, recomputed_layers=None)  # the share is that of a whole stage
         return replace(costs, one_way=self.one_way, **{name: at for name, at in fields.items() if at is not None})
 
 

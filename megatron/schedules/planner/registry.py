@@ -104,16 +104,12 @@ def named_within(request: Request) -> list[Timeline]:
 
     ``interleaved-1f1b`` is tried with every number of chunks. Without a memory limit all schedules are returned.
     """
-    found, most = every_named(request), max(request.chunk_choices, default=1)
+    most = max(request.chunk_choices, default=1)
+    allowed = request.chunk_choices if request.divides else range(1, most + 1)
+    found = every_named(request, allowed)
     for chunks in range(request.chunks + 1, most + 1):
-        found += every_named(replace(request, chunks=chunks), names=("interleaved-1f1b",))
-    return [
-        line
-        for line in found
-        if request.allows(line)
-        and line.schedule.placement.chunks <= most
-        and request.placement in (None, line.schedule.placement)
-    ]
+        found += every_named(replace(request, chunks=chunks), allowed, ("interleaved-1f1b",))
+    return [line for line in found if request.allows(line) and request.placement in (None, line.schedule.placement)]
 
 
 def _sequential(ranks: int, chunks: int) -> Placement:

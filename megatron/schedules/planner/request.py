@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
-from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.schedule.simulator import Timeline, whole_peaks
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON
 
@@ -37,6 +37,8 @@ class Request:
         decisions: settled decisions about the stages.
         partition: True to search the layer partition (:func:`.layer_partition.partition_layers`). ``auto`` always
             searches it if the model is known and no partition is settled.
+        divides: for ``auto``, True if only ``chunk_choices`` divide the layers, so that schedules by name need one of
+            them too.
         recompute: for ``adaptive``, True to search which stages recompute (:func:`.memory_saving.save_memory`).
         offload: for ``adaptive``, True to search which stages offload. Both are used only if the plan gets shorter.
     """
@@ -55,6 +57,7 @@ class Request:
     search_seconds: float | None = None
     decisions: Decisions = PLAIN
     partition: bool = False
+    divides: bool = False
     recompute: bool = False
     offload: bool = False
 
@@ -68,24 +71,27 @@ class Request:
 
     def peak_bytes(self, timeline: Timeline) -> float | None:
         """Peak activation memory of the worst rank in ``timeline``, bytes; None if the model's sizes are unknown."""
-        memory, counts = self.costs.memory, self.layers_on(timeline.schedule.placement)
-        if memory is None or counts is None:
+        memory = self.costs.memory
+        if memory is None or self.costs.model is None:
             return None
-        return max(activation_bytes(timeline.schedule, timeline.costs, memory, counts))
+        return memory.of_rank(self.ranks) * max(whole_peaks(timeline.schedule, timeline.costs))
 
     def allows(self, timeline: Timeline) -> bool:
-        """Checks that a plan keeps within the memory limit."""
+        """Checks that a schedule by name keeps within the memory limit.
+
+        It may have another placement and other layers than this request: its own costs say what it holds. Parameters
+        count only if the limit is that of a device.
+        """
         if self.memory_limit is None:
             return True
-        limit, memory = self.memory_limit * self.ranks + EPSILON, self.costs.memory
-        if timeline.limit <= limit or memory is None or not self.recompute_room:
-            return timeline.limit <= limit
-        # A plan's peak is often between backward passes, when nothing is recomputed.
         schedule, costs = timeline.schedule, timeline.costs
-        counts, unit = self.layers_on(schedule.placement), memory.of_rank(self.ranks)
-        assert counts is not None, "the model is known"
-        held = [peak / unit for peak in activation_bytes(schedule, costs, memory, counts)]
-        return costs.within(schedule.placement, held) <= limit + self.recompute_room * self.ranks
+        limit, room = self.memory_limit * self.ranks + EPSILON, self.recompute_room * self.ranks
+
+        def needed(peaks: Sequence[float]) -> float:
+            return costs.within(schedule.placement, peaks) if costs.of_device else max(peaks)
+
+        # A plan's peak is often between backward passes, when nothing is recomputed.
+        return needed(timeline.peaks) <= limit or needed(whole_peaks(schedule, costs)) <= limit + room
 
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""

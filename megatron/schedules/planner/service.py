@@ -199,16 +199,25 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
 
 
 def or_named(found: Plan) -> Plan:
-    """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter."""
+    """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter.
+
+    The layers of that schedule are even, or partitioned for it if that is shorter still.
+    """
     request = replace(found.asked, memory_limit=found.request.memory_limit)
     fitting = filter(request.allows, found.named)
     shorter = [line for line in fitting if line.makespan < (1 - _ROUNDING) * found.iteration_time]
     if not shorter:
         return found
-    best = min(shorter, key=lambda line: line.makespan).schedule
-    name, chunks = best.name, best.placement.chunks
-    settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
-    return Plan(found.asked, settled, best, found.named)
+    best = min(shorter, key=lambda line: line.makespan)
+    name, where = best.schedule.name, best.schedule.placement
+    named = replace(request, schedule=name, chunks=where.chunks, recompute=False, offload=False)
+    layers = request.layers_on(where) if request.partition else None
+    even = named if layers is None else with_layers(named, layers)
+    plans = [Plan(found.asked, even, best.schedule, found.named)]
+    if layers is not None:
+        placed = replace(_settled(named, unheard), asked=found.asked, named=found.named)
+        plans += [placed] if request.allows(placed.timeline) else []
+    return min(plans, key=lambda plan: plan.iteration_time)
 
 
 def _enough(request: Request) -> float:

@@ -6,7 +6,7 @@ Costs are measured, given or estimated. Planning never changes them; its choices
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,8 @@ class Costs:
             be a multiple of the number of stages: a stage then uses the mean of its slices.
         weight_share: activations from I to W over those from F to I. May exceed 1, since I makes gradients for W.
         stock_recompute: part of F that Megatron's own recompute repeats inside I.
+        recomputed_layers: number of the first layers of each stage that ``stock_recompute`` is for; None for all. Needs
+            ``model``.
         kept: part of the activations that F keeps under Megatron's own recompute. The unit of memory is activations
             without recompute, so 1F1B without recompute holds d microbatches.
         model: loads of the model's parts, relative to its average decoder layer; None if unknown. The times above
@@ -69,6 +71,7 @@ class Costs:
         one_way: whether a rank copies in one direction at a time.
         latencies: (from, to, time) for each pair of ranks whose latency is not ``comm``.
         memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
+        of_device: whether a memory limit is what parameters leave of a device, see :class:`.StageCosts`.
         attention: attention's parts of a layer's F and I, which grow with the square of the sequence length
             (:mod:`.stage_costs`).
         messages: parts of ``forward`` and of ``input_grad`` in which a rank waits for messages of its experts. Weight
@@ -83,6 +86,7 @@ class Costs:
     stage_activations: tuple[float, ...] | None = None
     weight_share: float = 1.0
     stock_recompute: float = 0.0
+    recomputed_layers: int | None = None
     kept: float = 1.0
     model: ModelLoads | None = None
     shared_vocabulary: bool = False
@@ -93,6 +97,7 @@ class Costs:
     latencies: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
     memory: ModelMemory | None = None
+    of_device: bool = False
     messages: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
@@ -177,7 +182,8 @@ class Costs:
         memory = self.memory_on(placement, decisions)
         activation, held = self._held(placement, parts, memory, decisions)
         recomputed, _ = decisions.savings_on(placement)
-        times = self._times(placement, parts)
+        repeated = self._repeated(placement, decisions)
+        times = self._times(placement, parts, repeated)
         # ``copy`` is the time for half of the activations of an average rank's layers.
         copies = tuple(2 * self.copy * each for each in held[Share.OFFLOADED])
         times |= {
@@ -189,20 +195,26 @@ class Costs:
         times = {kind: each for kind, each in times.items() if done.get(kind, ()) is not None}
         times |= self._vocabulary_times(placement)
         latencies = {(source, to): time for source, to, time in self.latencies}
-        standing = self._standing(placement, memory)
+        standing, passing = self._standing(placement, memory), self._passing(placement, memory, decisions)
         attention, messages = (
-            self._of_layers(placement, parts, times.get(Kind.R, ()), shares) if any(shares.values()) else {}
-            for shares in (self._attention, self._messages)
+            self._of_layers(placement, parts, times.get(Kind.R, ()), repeated, shares) if any(given) else {}
+            for given, shares in ((self.attention, self._attention), (self.messages, self._messages))
         )
-        return StageCosts(
-            times, activation, self.comm, held, standing, self.one_way, latencies, attention, messages=messages
-        )
+        rest = {"messages": messages, "passing": passing, "of_device": self.of_device}
+        return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention, **rest)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
-        """Number of decoder layers of each stage; None if the model is unknown."""
+        """Number of decoder layers of each stage; None if the model is unknown.
+
+        Raises:
+            PlanError: if the decisions are for another number of stages.
+        """
         if self.model is None:
             return None
-        return self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
+        counts = self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
+        if len(counts) != placement.stages:
+            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
+        return counts
 
     def memory_on(self, placement: Placement, decisions: Decisions = PLAIN) -> list[StageMemory] | None:
         """Memory of each stage for one microbatch, bytes; None if it is unknown in bytes."""
@@ -219,20 +231,31 @@ class Costs:
     def _parts(self, model: ModelLoads, placement: Placement, decisions: Decisions) -> list[Part]:
         """Parts of the model on each stage."""
         counts = self.layers_on(placement, decisions) or ()
-        if len(counts) != placement.stages:
-            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
         return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
 
-    def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
+    def _repeated(self, placement: Placement, decisions: Decisions) -> list[float]:
+        """Part of F that Megatron's own recompute repeats in I, for each stage."""
+        counts, first = self.layers_on(placement, decisions), self.recomputed_layers
+        if first is None or counts is None:
+            return [self.stock_recompute] * placement.stages
+        return [self.stock_recompute * min(count, first) / max(count, 1) for count in counts]
+
+    def _times(
+        self, placement: Placement, parts: Sequence[Part] | None, repeated: Sequence[float]
+    ) -> dict[Kind, tuple[float, ...]]:
+        stages = placement.stages
         times = {
-            Kind.F: self.forward,
-            Kind.I: self.input_grad + self.stock_recompute * self.forward,
-            Kind.W: self.weight_grad,
-            Kind.R: self.recompute_time * self.forward,
+            Kind.F: [self.forward] * stages,
+            Kind.I: [self.input_grad + each * self.forward for each in repeated],
+            Kind.W: [self.weight_grad] * stages,
+            Kind.R: [self.recompute_time * self.forward] * stages,
         }
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
-            return {kind: tuple(time * share * w for w in weights) for kind, time in times.items()}
+            return {
+                kind: tuple(time * share * w for time, w in zip(each, weights, strict=True))
+                for kind, each in times.items()
+            }
         split, whole = ([self.model.in_layers(load) for load in loads] for loads in zip(*parts, strict=True))
         # Work of each stage by kind, in average layers. Other kinds scale with F.
         layers = {
@@ -248,25 +271,23 @@ class Costs:
         return {
             kind: tuple(
                 one * (time * number + end)
-                for number, end in zip(layers.get(kind, layers[Kind.F]), ends.get(kind, none), strict=True)
+                for time, number, end in zip(each, layers.get(kind, layers[Kind.F]), ends.get(kind, none), strict=True)
             )
-            for kind, time in times.items()
+            for kind, each in times.items()
         }
 
-    @property
-    def _attention(self) -> dict[Kind, float]:
-        """Attention's share of F, I and R of a decoder layer."""
+    def _attention(self, again: float) -> dict[Kind, float]:
+        """Attention's share of F, I and R of a decoder layer whose I repeats the part ``again`` of F."""
         forward, input_grad = self.attention
-        repeated = self.stock_recompute * self.forward
+        repeated = again * self.forward
         both = input_grad * self.input_grad + forward * repeated
         return {Kind.F: forward, Kind.I: both / (self.input_grad + repeated), Kind.R: forward}
 
-    @property
-    def _messages(self) -> dict[Kind, float]:
-        """Share of F, I and R of a decoder layer in which it waits for messages of experts."""
+    def _messages(self, again: float) -> dict[Kind, float]:
+        """Share of F, I and R of such a layer in which it waits for messages of experts."""
         forward, input_grad = self.messages
-        repeated = self.stock_recompute * self.forward
-        both = input_grad + self.stock_recompute * forward
+        repeated = again * self.forward
+        both = input_grad + again * forward
         return {
             Kind.F: forward / self.forward,
             Kind.I: both / (self.input_grad + repeated),
@@ -278,12 +299,21 @@ class Costs:
         placement: Placement,
         parts: Sequence[Part] | None,
         recomputes: Sequence[float],
-        shares: Mapping[Kind, float],
+        repeated: Sequence[float],
+        shares: Callable[[float], Mapping[Kind, float]],
     ) -> dict[Kind, tuple[float, ...]]:
-        """Shares of the time of each stage's F, I and R. If the model is known, only its decoder layers count."""
-        layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
+        """Shares of the time of each stage's F, I and R. If the model is known, only its decoder layers count.
+
+        ``recomputes`` are the times of each R, and ``repeated`` the parts of F that each I repeats.
+        """
+        layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts], repeated)
         layers[Kind.R] = tuple(recomputes)
-        return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
+        of = [shares(again) for again in repeated]
+        return {
+            kind: tuple(each[kind] * time for each, time in zip(of, layers[kind], strict=True))
+            for kind in (Kind.F, Kind.I, Kind.R)
+            if layers[kind]
+        }
 
     def _held(
         self,
@@ -324,6 +354,19 @@ class Costs:
             return ()
         unit = self.memory.of_rank(placement.ranks)
         return tuple(stage.parameters / unit for stage in stages)
+
+    def _passing(
+        self, placement: Placement, stages: Sequence[StageMemory] | None, decisions: Decisions
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Temporary memory of Megatron's own recompute during a B and an I of each stage."""
+        counts = self.layers_on(placement, decisions)
+        if self.memory is None or stages is None or counts is None or not self.memory.most_passing:
+            return {}
+        unit, found = self.memory.of_rank(placement.ranks), self.memory.passing(counts)
+        return {
+            Kind.B: tuple(each.whole / unit for each in found),
+            Kind.I: tuple(each.input_grad / unit for each in found),
+        }
 
     def _vocabulary_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Times of S (forward and input gradient of a rank's part of the output layer) and T (its weight gradient)."""

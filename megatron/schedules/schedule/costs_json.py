@@ -14,7 +14,7 @@ from megatron.schedules.schedule.kinds import SPLIT, Kind, Share
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.json_files import Form, Index, Portion, check_length, read_latencies
+from megatron.schedules.utils.json_files import Count, Form, Index, Portion, check_length, read_latencies
 
 _Value = TypeVar("_Value")
 
@@ -141,6 +141,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     stage_weights, stage_activations: values of the flags with these names.
     weight_share: activations from I to W over those from F to I; default 1.
     recompute: part of the forward that every I recomputes; default 0.
+    recomputed_layers: number of the first layers of each stage for which it does; missing for all.
     kept: part of the activations that F keeps under that recompute; default 1.
     layer_input: part of a layer's activations that is its input, which recompute passes keep; default 0.06.
     recompute_time: time of a recompute pass R relative to F; default 1.
@@ -160,6 +161,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     stage_activations: tuple[Quantity, ...] | UnsetType = UNSET
     weight_share: Quantity | UnsetType = UNSET
     recompute: Portion | UnsetType = UNSET
+    recomputed_layers: Count | UnsetType = UNSET
     kept: Portion | UnsetType = UNSET
     layer_input: Portion | UnsetType = UNSET
     recompute_time: Quantity | UnsetType = UNSET

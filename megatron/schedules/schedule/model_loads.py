@@ -62,6 +62,7 @@ class ModelLoads:
         layers: load of each decoder layer.
         last: load after the decoder layers, on the last stage.
         stand_in: number of layers that ``first`` and ``last`` count as in an even layer partition.
+        ends: number of layers of the first and of the last stage; None: as many as the other stages have.
         kept_for_output: activation memory until the output layer's weight gradient under vocabulary parallelism: on
             each rank, and in total on all ranks.
     """
@@ -70,6 +71,7 @@ class ModelLoads:
     layers: tuple[Part, ...]
     last: Part
     stand_in: tuple[int, int] = (0, 0)
+    ends: tuple[int | None, int | None] = (None, None)
     kept_for_output: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class ModelLoads:
 
     def evenly(self, stages: int) -> tuple[int, ...]:
         """Returns the number of layers of each stage in the most even layer partition."""
-        return even(len(self.layers), stages, self.stand_in)
+        return even(len(self.layers), stages, self.stand_in, self.ends)
 
     @property
     def ratio(self) -> tuple[float, float, float]:
@@ -155,12 +157,25 @@ def without_noise(ratio: float) -> float:
     return float(f"{ratio * (1 + 1e-12):.10g}")
 
 
-def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+def even(
+    layers: int,
+    stages: int,
+    stand_in: tuple[int, int] = (0, 0),
+    ends: tuple[int | None, int | None] = (None, None),
+) -> tuple[int, ...]:
     """Returns the number of layers of each stage in the most even layer partition.
 
     Args:
         stand_in: number of layers that the parts before and after the decoder layers count as.
+        ends: number of layers of the first and of the last stage; None: as many as the other stages have.
     """
+    if ends != (None, None):
+        first, last = ([] if count is None else [count] for count in ends)
+        between = stages - len(first + last)
+        left = layers - sum(first + last)
+        if left < 0 or (left and between < 1):
+            raise PlanError(f"{layers} layers do not divide over {stages} stages with {ends} at the ends", "layers")
+        return (*first, *(even(left, between) if between > 0 else ()), *last)
     before, after = stand_in
     counted = layers + before + after
     counts = [(stage + 1) * counted // stages - stage * counted // stages for stage in range(stages)]

@@ -8,10 +8,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import Kind, Pass
-from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.stage_costs import StageCosts
-
 
 class LayerMemory(NamedTuple):
     """Memory of one decoder layer for one microbatch, bytes.
@@ -168,12 +164,12 @@ class ModelMemory:
     def passing(self, counts: Sequence[int]) -> list[Passing]:
         """Returns the temporary memory of each stage during its backward passes."""
         begins = accumulate(counts, initial=0)
-        found = [self._passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
+        found = [self._known_passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
         # Activations of the parts after the last layer are freed before that layer is recomputed.
         found[-1] = found[-1]._replace(whole=max(0.0, found[-1].whole - self.last.kept))
         return found
 
-    @property
+    @cached_property
     def most_passing(self) -> float:
         """Maximum temporary memory of a backward pass, over all stages and layer partitions, bytes."""
         whole = sorted((layer.full for layer in self.layers), reverse=True)[: self.together]
@@ -205,6 +201,11 @@ class ModelMemory:
             kept[at] = 0.0 if at % self.together else self.input
         return kept
 
+    def _known_passing(self, begin: int, count: int) -> Passing:
+        if (begin, count) not in self._passings:
+            self._passings[begin, count] = self._passing(begin, count)
+        return self._passings[begin, count]
+
     def _passing(self, begin: int, count: int) -> Passing:
         layers = self.layers[begin : begin + count]
         most, recomputed = Passing(), self._recomputed(count)
@@ -227,26 +228,7 @@ class ModelMemory:
         """Cached sums. Searches request the same stages many times."""
         return {}
 
-
-def activation_bytes(
-    schedule: Schedule, costs: StageCosts, model: ModelMemory, counts: Sequence[int]
-) -> tuple[float, ...]:
-    """Returns the peak activation memory of each rank, bytes, with Megatron's recompute inside backward passes.
-
-    Args:
-        schedule, costs: plan, and the costs that it was made for.
-        model: memory from which ``costs`` were made.
-        counts: number of decoder layers of each stage.
-    """
-    unit, passing = model.of_rank(schedule.ranks), model.passing(counts)
-    return tuple(_peak(row, costs, unit, passing) for row in schedule.order)
-
-
-def _peak(row: Sequence[Pass], costs: StageCosts, unit: float, passing: Sequence[Passing]) -> float:
-    most = before = 0.0
-    for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
-        whole_backward, half = passing[stage]
-        extra = {Kind.B: whole_backward, Kind.I: half}.get(kind, 0.0)
-        most = max(most, unit * before + extra, unit * after + (extra if kind is Kind.I else 0.0))
-        before = after
-    return most
+    @cached_property
+    def _passings(self) -> dict[tuple[int, int], Passing]:
+        """Cached temporary memory of stages, likewise."""
+        return {}

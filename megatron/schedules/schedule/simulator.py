@@ -21,7 +21,7 @@ from operator import sub
 from typing import NamedTuple
 
 from megatron.schedules.schedule.hidden_messages import hide
-from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Pass, Resource
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Kind, Pass, Resource
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
@@ -171,6 +171,20 @@ def held_over_time(
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Returns the peak activation memory of each rank, in microbatches. It depends only on the order, not on times."""
     return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
+
+
+def whole_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """Returns the peaks of :func:`peaks` with the temporary memory of Megatron's own recompute in backward passes."""
+    return tuple(_whole_peak(row, costs) for row in schedule.order)
+
+
+def _whole_peak(row: Sequence[Pass], costs: StageCosts) -> float:
+    most = before = 0.0
+    for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
+        extra = costs.passing[kind][stage] if kind in costs.passing else 0.0
+        most = max(most, before + extra, after + (extra if kind is Kind.I else 0.0))
+        before = after
+    return most
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:

@@ -93,6 +93,9 @@ class StageCosts:
         messages: part of the ``times`` of F, I and R in which the rank waits for messages of its experts, unless weight
             gradients run meanwhile (:mod:`.hidden_messages`); empty without such messages.
         loads: relative load of each microbatch; None if all are equal.
+        passing: temporary memory of Megatron's own recompute during a B and during an I of each stage; empty without.
+        of_device: true if the memory limit is what an average rank's parameters leave of its device. Otherwise it is
+            one of activations, and counts parameters only to spread them.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -105,6 +108,8 @@ class StageCosts:
     attention: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     messages: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     loads: MicrobatchLoads | None = None
+    passing: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    of_device: bool = False
 
     def latency(self, source: int, to: int) -> float:
         """Returns the latency of a message from rank ``source`` to rank ``to``; 0 within a rank."""
@@ -195,25 +200,27 @@ class StageCosts:
         return found
 
     def least(self, placement: Placement) -> float:
-        """Smallest memory in which a schedule runs: that of one microbatch, on the rank that needs most."""
-        return max(self.least_by_rank(placement))
+        """Smallest memory limit with which a schedule runs: that of one microbatch, on the rank that needs most."""
+        return self.within(placement, self.least_by_rank(placement))
 
     def limits(self, placement: Placement, limit: float) -> list[float]:
         """Returns the memory limit of each rank if that of an average rank is ``limit``.
 
-        A rank whose parameters need more than average has a limit that is lower by the difference, but never below
-        the memory of one microbatch.
+        A rank whose parameters need more than average has a limit that is lower by the difference. It is never below
+        the memory of one microbatch, unless it is that of a device.
         """
         beyond = self._beyond(placement)
         if not any(beyond):
             return [limit] * placement.ranks
         both = zip(beyond, self.least_by_rank(placement), strict=True)
-        return [min(limit, max(limit - more, least)) if more else limit for more, least in both]
+        return [
+            limit - more if self.of_device or not more else min(limit, max(limit - more, least)) for more, least in both
+        ]
 
     def within(self, placement: Placement, peaks: Sequence[float]) -> float:
         """Returns the smallest memory limit of an average rank that allows ``peaks``."""
         of_ranks = zip(peaks, self._beyond(placement), self.least_by_rank(placement), strict=True)
-        return max(peak + more * (peak > least + _ROUNDING) for peak, more, least in of_ranks)
+        return max(peak + more * (self.of_device or peak > least + _ROUNDING) for peak, more, least in of_ranks)
 
     def _beyond(self, placement: Placement) -> list[float]:
         """Memory of each rank's parameters above the average; at least 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -87,6 +88,8 @@ def _least_with_recompute(work: float, occupied: float, limit: float, spared: li
         limit: memory limit.
         spared: for each stage, the time to recompute all of it, and the part of ``occupied`` that this frees.
     """
+    if limit <= 0:  # the parameters alone are too large
+        return math.inf
     for time, less in sorted((each for each in spared if each[1]), key=lambda each: each[0] / each[1]):
         if work * limit >= occupied:
             break

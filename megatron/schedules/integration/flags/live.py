@@ -141,7 +141,6 @@ def _optimizer(chunk: Any) -> dict[str, Any]:
 def _run() -> dict[str, Any]:
     """What a job reads when its training begins, see :mod:`.run_flags`."""
     return {
-        "distributed_backend": dist.get_backend(),
         "distributed_timeout_minutes": dist.default_pg_timeout.total_seconds() / 60,
         "exit_interval": None,
         "high_priority_stream_groups": None,

@@ -1,0 +1,135 @@
+"""Dry runs in this process, without Megatron: what one says, and what its plan holds and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cached_property
+from io import StringIO
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.schedules.integration import dry_run_advice
+from megatron.schedules.integration.dry_run import dry_run
+from megatron.schedules.integration.flags.check import PlannedJob, check, planned_job, validate
+from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.job.flags import SEARCH_VARIABLE
+from megatron.schedules.planner import layer_partition, memory_saving, service
+from megatron.schedules.utils.cores import THREADS_VARIABLE
+
+# Searches of this many seconds, and with these constants, find poor plans, which promises hold for all the same.
+_SECONDS = 0.02
+_CONSTANTS: dict[Any, dict[str, float]] = {
+    layer_partition: {
+        "_EFFORT": 20_000,
+        "_NAMED_EFFORT": 10_000,
+        "_FEWEST_PLANS": 4,
+        "_ROUNDS": 6,
+        "_FINAL_ROUNDS": 12,
+        "_FINALISTS": 2,
+        "_FEWEST_ROUNDS": 4,
+        "_PASSES": 10_000,
+        "_FINAL_PASSES": 20_000,
+        "_MOST_CHECKED": 4,
+        "_STEPS": 1,
+        "_TRIES": 10,
+    },
+    memory_saving: {"_CLIMBS": 16, "_LONGER": 2},
+    service: {"_LEAST_SECONDS": _SECONDS},
+    dry_run_advice: {"_SEARCH_SECONDS": _SECONDS},
+}
+
+
+@contextmanager
+def short_searches() -> Iterator[None]:
+    """Has all searches take hundredths of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SEARCH_VARIABLE, str(_SECONDS))
+        patch.setenv(THREADS_VARIABLE, "1")
+        for module, constants in _CONSTANTS.items():
+            for name, value in constants.items():
+                patch.setattr(module, name, value)
+        yield
+
+
+class Counted:
+    """A planned job with its memory and its iteration time."""
+
+    def __init__(self, job: PlannedJob) -> None:
+        self.job, self._planner = job, Planner(job)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Memory of each rank."""
+        return estimated(self.job, self._planner)
+
+    @property
+    def device(self) -> float:
+        """Bytes of the rank that holds most."""
+        return max(rank.device for rank in self.estimate.ranks)
+
+    @property
+    def in_passes(self) -> float:
+        """Bytes of activations and messages, of the rank with most of them."""
+        return max(rank.activations + rank.messages for rank in self.estimate.ranks)
+
+    @property
+    def of_1f1b(self) -> float:
+        """Peak activation memory as a fraction of 1F1B's."""
+        timeline = self._planner.timeline
+        return timeline.peak / timeline.schedule.ranks
+
+    @property
+    def time(self) -> float:
+        """Iteration time."""
+        return self._planner.timeline.makespan
+
+
+class Ending(NamedTuple):
+    """How a dry run ends.
+
+    Args:
+        status: its exit status.
+        said: all that it printed.
+        found: the planned job; None if it was refused.
+    """
+
+    status: int
+    said: str
+    found: Counted | None
+
+
+def ended(line: Sequence[str]) -> Ending:
+    """Runs the dry run of a command line."""
+    said, job = StringIO(), None
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            job = check(_parsed(line))
+            assert job is not None
+            assert job.spec.settings.dry_run is not None
+            dry_run(job, job.spec.settings.dry_run)
+        except SystemExit as end:
+            return Ending(int(end.code or 0), said.getvalue(), job and Counted(job))
+    raise AssertionError("a dry run ends the process")
+
+
+def planned(line: Sequence[str]) -> Counted:
+    """Plans the job of a command line.
+
+    Raises:
+        PlanError: the job is refused.
+    """
+    args = _parsed(line)
+    spec = spec_of(args)
+    validate(spec)
+    return Counted(planned_job(completed(spec, args), quiet=True))
+
+
+def _parsed(line: Sequence[str]) -> Any:
+    args, _ = stock_parser().parse_known_args(line)
+    args.world_size = 1
+    return args
