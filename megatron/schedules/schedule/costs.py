@@ -200,8 +200,8 @@ class Costs:
             self._of_layers(placement, parts, times.get(Kind.R, ()), repeated, shares) if any(given) else {}
             for given, shares in ((self.attention, self._attention), (self.messages, self._messages))
         )
-        rest = {"messages": messages, "passing": passing, "of_device": self.of_device}
-        return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention, **rest)
+        given = times, activation, self.comm, held, standing, self.one_way, latencies, attention, messages
+        return StageCosts(*given, passing=passing, of_device=self.of_device)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
         """Number of decoder layers of each stage; None if the model is unknown.
