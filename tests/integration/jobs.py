@@ -19,7 +19,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import count, pairwise
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from megatron.core import parallel_state
@@ -61,6 +62,7 @@ from tests.integration.behind_messages import Recorded, recorded
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
+from tests.integration.logged import logged
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -77,7 +79,7 @@ quick_start()
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 # What the server is asked for by name, among others.
-__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "logged", "reads_ahead", "train"]
 
 
 def train(
