@@ -36,6 +36,7 @@ class Group(NamedTuple):
         without: flags of every job that they must not have.
         ranks: processes of its jobs.
         te: whether they have Transformer Engine's Python.
+        capability: what this says of the GPU; empty for what it says by itself.
         together: whether one job has all of them.
     """
 
@@ -46,6 +47,7 @@ class Group(NamedTuple):
     without: str = ""
     ranks: int = 2
     te: bool = False
+    capability: str = ""
     together: bool = False
 
     @property

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests import tolerances
 from tests.integration.equal_logs import differences
-from tests.integration.flag_table import Group, groups
+from tests.integration.flag_table import Group, Line, groups
 from tests.integration.results import MODEL, UNTIED, Logged
 from tests.integration.server import Megatron
 from tools import preprocess_data
@@ -31,7 +32,7 @@ def test_every_flag_of_megatron_has_one_line(megatron: Megatron) -> None:
     listed = [line.flag for group in groups() for line in group.lines]
     assert len(listed) == len(set(listed)), "a flag has two lines"
     assert [flag for flag in listed if flag not in parser] == [], "Megatron has no such flags"
-    told = {parser[flag] for flag in listed}
+    told = [parser[flag] for flag in listed]
     assert [flag for flag, read in parser.items() if read not in told] == [], "flags without a line"
     needed = {word for group in groups() for line in group.lines for word in (*group.common, *line.needs)}
     assert {word for word in needed if word.startswith("--")} <= parser.keys()
@@ -108,38 +109,50 @@ def _without(flags: list[str], left_out: list[str]) -> list[str]:
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(("group", "name"), _cases("tried"))
 def test_a_flag_changes_nothing_else(
-    request: pytest.FixtureRequest, flags_in: Callable[[Group, list[str]], list[str]], group: Group, name: str
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    flags_in: Callable[[Group, list[str]], list[str]],
+    group: Group,
+    name: str,
 ) -> None:
     server = request.getfixturevalue("te" if group.te else "megatron")
+    if group.capability:
+        monkeypatch.setenv(CAPABILITY_VARIABLE, group.capability)
+
+    def run(which: str, tried: list[str], *schedule: str) -> Logged:
+        try:
+            result: Logged = server("logged", group.ranks, [*flags_in(group, tried), *schedule])
+        except AssertionError as error:
+            raise AssertionError(f"under {which}: {error}") from None
+        return result
 
     def compared(tried: list[str]) -> list[str]:
-        stock: Logged = server("logged", group.ranks, flags_in(group, tried))
-        ours: Logged = server("logged", group.ranks, [*flags_in(group, tried), *V_HALF])
+        stock, ours = run("Megatron's own schedule", tried), run("v-half", tried, *V_HALF)
         # Each rank rounds the norm of fp16 weights to fp16.
         norms = torch.finfo(torch.float16).eps if "--fp16" in tried else tolerances.SAME_KERNELS
         return differences(ours, stock, norms)
 
-    try:
-        found = compared(group.jobs[name])
-    except AssertionError as error:
-        if not group.together:
-            raise
-        found = [str(error)]
-    if found and group.together:  # whose fault it is
-        for flag, tried in group.alone.items():
-            try:
-                found += [f"{flag} alone: {line}" for line in compared(tried)]
-            except AssertionError as error:
-                found.append(f"{flag} alone: {str(error)[-300:]}")
-    assert found == [], "\n".join(found)
+    def wrong(lines: Sequence[Line]) -> str:
+        """The fewest of the flags with which it is, found by halves; nothing where all is the same."""
+        try:
+            found = "\n".join(compared(group.flags(*lines)))
+        except AssertionError as error:
+            found = str(error)
+        half = len(lines) // 2
+        if not found or not half:
+            return found and f"{' '.join(lines[0].words)}: {found}"
+        return wrong(lines[:half]) or wrong(lines[half:]) or f"{', '.join(line.flag for line in lines)}: {found}"
+
+    assert not (found := wrong([line for line in group.lines if group.together or line.flag == name])), found
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(("group", "name"), _cases("refused"))
 def test_a_flag_is_refused_in_one_line(
-    megatron: Megatron, flags_in: Callable[[Group, list[str]], list[str]], group: Group, name: str
+    request: pytest.FixtureRequest, flags_in: Callable[[Group, list[str]], list[str]], group: Group, name: str
 ) -> None:
-    ended = megatron("outputs", group.ranks, [*flags_in(group, group.jobs[name]), *V_HALF])
+    server = request.getfixturevalue("te" if group.te else "megatron")
+    ended = server("outputs", group.ranks, [*flags_in(group, group.jobs[name]), *V_HALF])
     assert {status for status, _ in ended} == {2}
     said = [line for _, text in ended for line in text.splitlines() if ": error: " in line]
     assert len(said) == 1 and group.what in said[0]
