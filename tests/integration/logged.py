@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def _rank(flags: list[str]) -> tuple[dict[tuple[str, int], float], _Tensors, _Te
 
         def stepped() -> Any:
             if not gradients and not config.use_distributed_optimizer:
-                gradients.update(_by_name(model, "main_grad"))
+                gradients.update(by_name(model, lambda parameter: getattr(parameter, "main_grad", None)))
             return step()
 
         optimizer.step = stepped
@@ -85,7 +85,7 @@ def _rank(flags: list[str]) -> tuple[dict[tuple[str, int], float], _Tensors, _Te
         if leaving.code:
             raise AssertionError(f"ended with status {leaving.code}") from leaving
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return scalars, gradients, _by_name(models, "data"), compiled
+    return scalars, gradients, by_name(models, numbers), compiled
 
 
 def _draw_vectors(model: Sequence[Any]) -> None:
@@ -103,7 +103,15 @@ def _draw_vectors(model: Sequence[Any]) -> None:
                 parameter.copy_(middle + 0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def _by_name(model: Sequence[Any], attribute: str) -> dict[Any, torch.Tensor]:
+def by_name(model: Sequence[Any], value: Callable[[Any], torch.Tensor | None]) -> _Tensors:
+    """What ``value`` gives for each parameter, by its name in the whole model and the ranks that hold it."""
     data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    values = ((name, getattr(parameter, attribute, None)) for name, parameter in named_parameters(model))
+    values = ((name, value(parameter)) for name, parameter in named_parameters(model))
+    # Frozen ones have no gradient.
     return {(name, data, tensor): value.detach().clone() for name, value in values if value is not None}
+
+
+def numbers(parameter: Any) -> torch.Tensor:
+    """A weight's numbers, also those of one that is stored in FP8 or FP4."""
+    dequantize = getattr(parameter, "dequantize", None) if type(parameter) is not torch.nn.Parameter else None
+    return dequantize() if dequantize else parameter.data

@@ -20,9 +20,10 @@ from tests.integration.results import MODEL, UNTIED, Logged
 from tests.integration.server import Megatron
 from tools import preprocess_data
 
-JOB = [*MODEL, *UNTIED, *"--num-layers 4 --train-iters 2 --global-batch-size 4 --split 6,2,2".split()]
+JOB = [*MODEL, *UNTIED, *"--num-layers 4 --train-iters 2 --global-batch-size 4".split()]
 JOB += "--pipeline-model-parallel-size 2 --log-params-norm --log-num-zeros-in-grad --clip-grad 1000".split()
 V_HALF = ["--pipeline-schedule", "v-half"]
+BYTES = "--vocab-size 257 --make-vocab-size-divisible-by 1".split()
 NOT_LOCAL = "--transformer-impl --no-gradient-accumulation-fusion"
 
 
@@ -64,6 +65,15 @@ def checkpoint(megatron: Megatron, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def cache(megatron: Megatron, data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The indices that a job makes of data sets for training, validation and test."""
+    folder = str(tmp_path_factory.mktemp("indices"))
+    parts = [word for part in ("train", "valid", "test") for word in (f"--{part}-data-path", data)]
+    megatron("logged", 2, [*_without(JOB, ["--mock-data"]), *BYTES, *parts, "--data-cache-path", folder])
+    return folder
+
+
 @pytest.fixture
 def flags_in(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Group, list[str]], list[str]]:
     """Flags of a job of its own, with folders and files for those that name some."""
@@ -78,7 +88,7 @@ def flags_in(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Group,
             *tried,
         ]
         text = "\n".join(words).replace("{folder}", str(folder))
-        for name in ("data", "checkpoint"):
+        for name in ("data", "checkpoint", "cache"):
             if "{" + name + "}" in text:
                 text = text.replace("{" + name + "}", request.getfixturevalue(name))
         if "{listed}" in text:
@@ -92,7 +102,7 @@ def _listed(folder: Path, data: str) -> str:
     """A folder with files that name the data set."""
     (folder / "list.txt").write_text(data)
     (folder / "splits.json").write_text(json.dumps({name: [data] for name in ("train", "valid", "test")}))
-    (folder / "counts.json").write_text(json.dumps({data: [60, 60]}))
+    (folder / "counts.json").write_text(json.dumps({data: [60, 61]}))
     return str(folder)
 
 
