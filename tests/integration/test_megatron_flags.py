@@ -143,7 +143,7 @@ def test_a_flag_changes_nothing_else(
         return differences(ours, stock, norms)
 
     def wrong(lines: Sequence[Line]) -> str:
-        """The fewest of the flags with which it is, found by halves; nothing where all is the same."""
+        """What is not the same, and with which of the flags, found by halves; nothing where all is the same."""
         try:
             found = "\n".join(compared(group.flags(*lines)))
         except AssertionError as error:
@@ -151,7 +151,8 @@ def test_a_flag_changes_nothing_else(
         half = len(lines) // 2
         if not found or not half:
             return found and f"{' '.join(lines[0].words)}: {found}"
-        return wrong(lines[:half]) or wrong(lines[half:]) or f"{', '.join(line.flag for line in lines)}: {found}"
+        together = f"{', '.join(line.flag for line in lines)}: {found}"
+        return "\n".join(filter(None, (wrong(lines[:half]) or wrong(lines[half:]), together)))
 
     assert not (found := wrong([line for line in group.lines if group.together or line.flag == name])), found
 
