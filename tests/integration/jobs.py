@@ -19,7 +19,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import count, pairwise
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from megatron.core import parallel_state
@@ -65,6 +66,7 @@ from tests.integration.behind_messages import Recorded, recorded
 from tests.integration.core_loop import core_loop, core_loop_refusals
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
+from tests.integration.logged import by_name, logged, numbers
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -76,7 +78,6 @@ from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
 from tools.benchmarks.quick_start import quick_start
-from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
@@ -89,6 +90,7 @@ __all__ = [
     "core_loop_refusals",
     "imported_before",
     "in_groups",
+    "logged",
     "passing",
     "reads_ahead",
     "train",
@@ -728,23 +730,9 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         )
         if not forward_only:
             if not seen["gradients"]:
-                seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
+                seen["gradients"] = by_name(model, lambda parameter: getattr(parameter, "main_grad", None))
         else:
-            seen["weights"] = _gradients(model, _value)
+            seen["weights"] = by_name(model, numbers)
         return result
 
     return call
-
-
-def _value(parameter: Any) -> torch.Tensor:
-    """A weight's numbers, also those of one that is stored in FP8 or FP4."""
-    dequantize = getattr(parameter, "dequantize", None) if type(parameter) is not torch.nn.Parameter else None
-    numbers: torch.Tensor = dequantize() if dequantize else parameter.data
-    return numbers
-
-
-def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tensor]:
-    data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    # Frozen ones have no gradient.
-    held = ((name, value(parameter)) for name, parameter in named_parameters(model))
-    return {(name, data, tensor): tensors.clone() for name, tensors in held if tensors is not None}

@@ -55,6 +55,23 @@ class Result(NamedTuple):
     orders: list[list[tuple[int, ...]]]
 
 
+class Logged(NamedTuple):
+    """What Megatron logged of a job.
+
+    Args:
+        scalars: every number by its name and iteration, but times.
+        gradients: every parameter's main_grad at the first step of the optimizer, by its name in the whole model and
+            the ranks that hold it (data, tensor); none where the optimizer shards them.
+        weights: every parameter at the end, named likewise.
+        graphs: how many of Megatron's functions each rank compiled.
+    """
+
+    scalars: dict[tuple[str, int], float]
+    gradients: dict[tuple[str, int, int], torch.Tensor]
+    weights: dict[tuple[str, int, int], torch.Tensor]
+    graphs: list[int]
+
+
 class Call(NamedTuple):
     """One call of the schedule function: microbatches, whether it only runs forwards, and a seed for its samples."""
 

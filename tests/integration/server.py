@@ -1,7 +1,7 @@
 """A process that imports torch and Megatron once, and forks the ranks of every job it is asked for.
 
 It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`) for jobs
-without our schedules.
+without our schedules. It may compile Megatron's fused functions.
 
 Jobs come in as pickles on standard input, results go out on the descriptor given. Run by :class:`Megatron` below, one
 for a whole test session.
@@ -37,9 +37,10 @@ class Megatron:
 
     Args:
         transformer_engine: version that the server has; None for none.
+        compiled: folder for the code of Megatron's fused functions, which are then compiled as on a GPU.
     """
 
-    def __init__(self, transformer_engine: str | None = None) -> None:
+    def __init__(self, transformer_engine: str | None = None, compiled: Path | None = None) -> None:
         reader, writer = os.pipe()
         path = [str(ROOT), str(ROOT / "tests/integration")]
         if transformer_engine is not None:
@@ -48,6 +49,9 @@ class Megatron:
             path.insert(0, str(folder))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         environment |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+        if compiled is not None:  # by each rank itself: processes that compile for it would outlive it
+            environment |= {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.integration.server", str(writer)],
             stdin=subprocess.PIPE,
@@ -87,6 +91,7 @@ def _serve(requests: BinaryIO, results: BinaryIO) -> None:
         from tests.integration.fused_kernels import Kernels
 
         sys.modules["fused_weight_gradient_mlp_cuda"] = Kernels([])  # type: ignore[assignment]
+    if te_python.is_here() or os.environ["TORCHDYNAMO_DISABLE"] == "0":
         without_gpu()  # before :mod:`.jobs` imports Megatron, which imports Transformer Engine
     from tests.integration import jobs
     from tests.integration.forked_ranks import JobError

@@ -44,7 +44,8 @@ def enable() -> None:
         raise RuntimeError(
             "call megatron.schedules.without_gpu() before Megatron is imported, or set TORCHDYNAMO_DISABLE=1"
         )
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
+    # Read when Megatron decorates its fused functions: compiling takes longer than a small job. 0 compiles them.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it for some options
     engine = te_python.enable() if te_python.is_here() else ""
     # Imported before anything is replaced: torch's compiler records torch's own functions at import.
@@ -78,8 +79,9 @@ def _called_by_megatron() -> bool:
 def _none(*args: Any, **kwargs: Any) -> None: ...
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
+def _returning(value: Any) -> Callable[..., Any]:
+    """Returns a new function of any arguments: torch's compiler tells the functions of torch apart by identity."""
+    return lambda *args, **kwargs: value
 
 
 class _Stream:
@@ -139,8 +141,8 @@ _DO_NOTHING = ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_s
 _ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
 
 _TORCH_CUDA: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_DO_NOTHING, _none),
-    **dict.fromkeys(_ZERO, _zero),
+    **{name: _returning(None) for name in _DO_NOTHING},
+    **{name: _returning(0) for name in _ZERO},
     "is_available": lambda: _called_by_megatron(),
     "device_count": lambda: 1 if _called_by_megatron() else 0,
     "current_device": lambda: "cpu",
@@ -148,8 +150,8 @@ _TORCH_CUDA: dict[str, Callable[..., Any]] = {
     "Stream": _Stream,
     "Event": _Event,
     "stream": lambda stream: stream or _Stream(),
-    "current_stream": _Stream,
-    "default_stream": _Stream,
+    "current_stream": lambda *args: _Stream(),
+    "default_stream": lambda *args: _Stream(),
     "is_current_stream_capturing": lambda: False,
     "get_device_properties": lambda *args: _Properties(),
     "get_device_capability": lambda *args: te_python.capability(),
@@ -163,7 +165,7 @@ _TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
     "manual_seed_all": lambda seed: torch.random.default_generator.manual_seed(int(seed)),
     "get_rng_state": lambda *args, **kwargs: torch.random.get_rng_state(),
     "set_rng_state": lambda state, *args, **kwargs: torch.random.set_rng_state(state),
-    "initial_seed": torch.random.initial_seed,
+    "initial_seed": lambda: torch.random.initial_seed(),
 }
 
 
