@@ -200,7 +200,7 @@ class Costs:
             self._of_layers(placement, parts, times.get(Kind.R, ()), repeated, shares) if any(given) else {}
             for given, shares in ((self.attention, self._attention), (self.messages, self._messages))
         )
-        rest = {"messages": messages, "passing": passing, "of_device": self.of_device}
+        rest: dict[str, Any] = {"messages": messages, "passing": passing, "of_device": self.of_device}
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention, **rest)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
