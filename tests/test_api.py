@@ -42,6 +42,21 @@ def test_the_package_brings_neither_the_planner_nor_torch_until_it_is_called() -
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_a_notebook_completes_the_public_names_and_no_others() -> None:
+    assert set(dir(ms)) == {"Plan", "PlanError", "compare", "install", "plan", "without_gpu", "__version__"}
+    assert all(hasattr(ms, name) for name in dir(ms))
+
+
+@pytest.mark.parametrize("missing", ["torch", "megatron.core"])
+def test_install_says_what_is_not_installed(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import megatron.schedules as ms; ms.install()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: training needs {missing}, which is missing: "
+        """run pip install ".[megatron]" in this package's folder (docs/install.md)"""
+    )
+
+
 def test_a_plan_is_that_of_the_command_line(capsys) -> None:
     flags = "--pipeline-size 4 --microbatches 8 --model Llama-3-8B --vocabulary-parallel --costs 1,1.1,0.75,0.05"
     assert main(["plan", "--schedule", "v-half", *flags.split(), "--format", "json"]) == 0

@@ -25,6 +25,10 @@ def __getattr__(name: str) -> Any:
     return getattr(api, name)
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def install(
     *,
     schedule: str | None = None,
@@ -45,6 +49,9 @@ def install(
     ``forward_backward_pipelining_without_interleaving`` by name. Without a schedule Megatron is unchanged. A wrong
     setting ends the process with one line and status 2, as soon as it can be known.
 
+    Raises:
+        ModuleNotFoundError: torch or megatron-core is not installed.
+
     Args:
         schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan, verify:
             what the flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and
@@ -60,7 +67,11 @@ def install(
     try:
         from megatron.schedules.integration import hooks
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("megatron.training"):
+        missing = error.name or ""
+        if missing == "torch" or missing.startswith("megatron.core"):
+            how = """run pip install ".[megatron]" in this package's folder (docs/install.md)"""
+            raise ModuleNotFoundError(f"training needs {missing}, which is missing: {how}", name=missing) from None
+        if not missing.startswith("megatron.training"):
             raise
         from megatron.schedules.integration import core_hooks
 
