@@ -243,18 +243,19 @@ class Costs:
     def _times(
         self, placement: Placement, parts: Sequence[Part] | None, repeated: Sequence[float]
     ) -> dict[Kind, tuple[float, ...]]:
-        stages = placement.stages
         times = {
-            Kind.F: [self.forward] * stages,
-            Kind.I: [self.input_grad + each * self.forward for each in repeated],
-            Kind.W: [self.weight_grad] * stages,
-            Kind.R: [self.recompute_time * self.forward] * stages,
+            Kind.F: self.forward,
+            Kind.I: self.input_grad,
+            Kind.W: self.weight_grad,
+            Kind.R: self.recompute_time * self.forward,
         }
+        by_stage = {kind: [time] * placement.stages for kind, time in times.items()}
+        by_stage[Kind.I] = [time + again * self.forward for time, again in zip(by_stage[Kind.I], repeated, strict=True)]
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
             return {
                 kind: tuple(time * share * w for time, w in zip(each, weights, strict=True))
-                for kind, each in times.items()
+                for kind, each in by_stage.items()
             }
         split, whole = ([self.model.in_layers(load) for load in loads] for loads in zip(*parts, strict=True))
         # Work of each stage by kind, in average layers. Other kinds scale with F.
@@ -273,7 +274,7 @@ class Costs:
                 one * (time * number + end)
                 for time, number, end in zip(each, layers.get(kind, layers[Kind.F]), ends.get(kind, none), strict=True)
             )
-            for kind, each in times.items()
+            for kind, each in by_stage.items()
         }
 
     def _attention(self, again: float) -> dict[Kind, float]:
