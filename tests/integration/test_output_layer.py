@@ -24,7 +24,9 @@ def _after_i(model: Any, bind: Any, forward: Any, x: Any) -> None:
     bind(model, store)
     hooks = helpers.MainGrads(model, torch.float32)
     with store.split(0, 0):
-        helpers.loss(forward(model, x)).backward()
+        loss = helpers.loss(forward(model, x))
+    with store.input_gradient(0, 0):
+        loss.backward()
     assert hooks.fired["output_layer.weight"] == 1 and model.output_layer.weight.main_grad.any()
     waiting = [name for name, count in hooks.fired.items() if not count]
     assert store.waiting(0, 0) == len([name for name in waiting if name.endswith("weight")]) > 0
