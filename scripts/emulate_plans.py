@@ -26,7 +26,7 @@ from scripts.compare_logs import aligned
 from tools._parsing import Parser
 
 if TYPE_CHECKING:
-    from megatron.schedules.runtime.program import Program
+    from megatron.schedules.programs.program import Program
     from megatron.schedules.schedule.simulator import Timeline
     from megatron.schedules.schedule.stage_costs import StageCosts
 
@@ -60,8 +60,8 @@ def emulate(plans: Sequence[tuple[str, Timeline]], seconds: float) -> list[Emula
     Raises:
         PlanError: if a plan cannot be emulated.
     """
-    from megatron.schedules.runtime.checker import check
-    from megatron.schedules.runtime.lowering import lower
+    from megatron.schedules.programs.checker import check
+    from megatron.schedules.programs.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 
     ranks = {timeline.schedule.ranks for _, timeline in plans}

@@ -39,8 +39,8 @@ from megatron.schedules.integration.linears.transformer_engine import split_te_l
 from megatron.schedules.integration.model_binding import Deferred, capture_state, recompute_layers
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.placement import Placement

@@ -28,8 +28,8 @@ from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, placement, plan
+from megatron.schedules.programs.program import Program
 from megatron.schedules.report.drawing import write_run
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -161,8 +161,8 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
         true: how long they sleep, where its layers lie.
         unit_ms: of both, in milliseconds.
     """
-    from megatron.schedules.runtime.checker import check
-    from megatron.schedules.runtime.lowering import lower
+    from megatron.schedules.programs.checker import check
+    from megatron.schedules.programs.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 
     schedule = plan(request)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
 from megatron.schedules.job import values
+from megatron.schedules.job.plan_job import plan_job
 from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.spec import Settings
 from megatron.schedules.planner import service
@@ -98,8 +100,8 @@ def plan(schedule: str | Path, *, progress: Progress = unheard, **arguments: Unp
         PlanError: in one line, which argument is wrong and what would work.
     """
     with _by_argument():
-        plans = _plans([schedule], arguments)
-        made = plans.plan(plans.specs[0], progress)
+        job = plan_job(_plans([schedule], arguments).specs[0], make=partial(service.make_plan, progress=progress))
+    made = job.plan
     return Plan(made.asked, made.request, made.schedule, made.named)
 
 
@@ -119,8 +121,8 @@ def compare(schedules: Sequence[str | Path] = (), **arguments: Unpack[Arguments]
     with _by_argument():
         plans = _plans(schedules, arguments)
         rows = [
-            Row(name, found if isinstance(found, str) else figures(found.timeline, plans.microbatch_bytes), throughput)
-            for name, found, throughput in plans.compared()
+            Row(name, job if isinstance(job, str) else figures(job.plan.timeline, plans.microbatch_bytes), throughput)
+            for name, job, throughput in plans.compared()
         ]
     return as_records(rows)
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from megatron.schedules.cli import options
 from megatron.schedules.cli.commands import main
-from megatron.schedules.job import plans
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner import plan_cache
 from megatron.schedules.planner.registry import NAMES
@@ -94,7 +94,7 @@ def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
 def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, capsys, tmp_path):
     asked = []
     monkeypatch.setattr(
-        plans, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
+        options, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
     )
     by_stage = {"stage_weights": [1.5, 1, 1, 1.2, *[1] * 28], "stage_activations": [2, *[1] * 31]}
     if "3" in name:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.schedules.programs.program import Op
 from megatron.schedules.report.palette import HUES
-from megatron.schedules.runtime.program import Op
 from megatron.schedules.schedule.kinds import KINDS, WHOLES, Kind
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ PLACES = {
     'tests/integration/features.py, "more"': r'\n    "more": \{\n        "nothing": Feature\(\),\n',
     "integration/hooks.py, before HOOKS": r"\n(?=HOOKS = \(\n)",
     "integration/hooks.py, HOOKS": r"\nHOOKS = \(\n",
-    "integration/flags/incompatible.py, _RULES": r"\n_RULES = \(\n",
+    "job/rules.py, _RULES": r"\n_RULES = \(\n",
     "estimate/bounds.py, BOUNDS": r"\nBOUNDS = \{\n",
 }
 
@@ -108,11 +108,11 @@ from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.report.text import draw_text
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
 from megatron.schedules.runtime import stage_interface
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import ProgramError
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import ProgramError
 from megatron.schedules.schedule.costs_json import ByKind
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.utils.json_files import decode, encode
@@ -173,7 +173,7 @@ def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
         package,
         """
 from types import SimpleNamespace
-from megatron.schedules.integration.flags.incompatible import refusal
+from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import Settings
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job.spec import JobSpec, StockFlags

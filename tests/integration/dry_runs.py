@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import cached_property
 from io import StringIO
 from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.schedules.integration import dry_run_advice
 from megatron.schedules.integration.dry_run import dry_run
-from megatron.schedules.integration.flags.check import PlannedJob, check, planned_job, validate
+from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.machine import machine_of
 from megatron.schedules.integration.flags.reader import completed, spec_of
-from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.job.checks import check_model, validate
 from megatron.schedules.job.flags import SEARCH_VARIABLE
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.planner import layer_partition, memory_saving, service
 from megatron.schedules.utils.cores import THREADS_VARIABLE
 
@@ -40,7 +39,6 @@ _CONSTANTS: dict[Any, dict[str, float]] = {
     },
     memory_saving: {"_CLIMBS": 16, "_LONGER": 2},
     service: {"_LEAST_SECONDS": _SECONDS},
-    dry_run_advice: {"_SEARCH_SECONDS": _SECONDS},
 }
 
 
@@ -56,39 +54,6 @@ def short_searches() -> Iterator[None]:
         yield
 
 
-class Counted:
-    """A planned job with its memory and its iteration time."""
-
-    def __init__(self, job: PlannedJob) -> None:
-        self.job, self._planner = job, Planner(job)
-
-    @cached_property
-    def estimate(self) -> Estimate:
-        """Memory of each rank."""
-        return estimated(self.job, self._planner)
-
-    @property
-    def device(self) -> float:
-        """Bytes of the rank that holds most."""
-        return max(rank.device for rank in self.estimate.ranks)
-
-    @property
-    def in_passes(self) -> float:
-        """Bytes of activations and messages, of the rank with most of them."""
-        return max(rank.activations + rank.messages for rank in self.estimate.ranks)
-
-    @property
-    def of_1f1b(self) -> float:
-        """Peak activation memory as a fraction of 1F1B's."""
-        timeline = self._planner.timeline
-        return timeline.peak / timeline.schedule.ranks
-
-    @property
-    def time(self) -> float:
-        """Iteration time."""
-        return self._planner.timeline.makespan
-
-
 class Ending(NamedTuple):
     """How a dry run ends.
 
@@ -100,7 +65,7 @@ class Ending(NamedTuple):
 
     status: int
     said: str
-    found: Counted | None
+    found: JobPlan | None
 
 
 def ended(line: Sequence[str]) -> Ending:
@@ -113,11 +78,11 @@ def ended(line: Sequence[str]) -> Ending:
             assert job.spec.settings.dry_run is not None
             dry_run(job, job.spec.settings.dry_run)
         except SystemExit as end:
-            return Ending(int(end.code or 0), said.getvalue(), job and Counted(job))
+            return Ending(int(end.code or 0), said.getvalue(), job)
     raise AssertionError("a dry run ends the process")
 
 
-def planned(line: Sequence[str]) -> Counted:
+def planned(line: Sequence[str]) -> JobPlan:
     """Plans the job of a command line.
 
     Raises:
@@ -126,7 +91,9 @@ def planned(line: Sequence[str]) -> Counted:
     args = _parsed(line)
     spec = spec_of(args)
     validate(spec)
-    return Counted(planned_job(completed(spec, args), quiet=True))
+    spec = completed(spec, args)
+    check_model(spec)
+    return plan_job(spec, machine_of(spec))
 
 
 def _parsed(line: Sequence[str]) -> Any:

@@ -13,10 +13,8 @@ from megatron.training import arguments, training
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.reader import completed
 from megatron.schedules.integration.linears.products import memory_of
-from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.job_costs import costs_of
 
@@ -34,8 +32,8 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
         build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
     spec = replace(spec, model=replace(spec.model, build=build))
     costs = costs_of(spec)
-    asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
-    return estimated(asked, Planner(asked)).ranks
+    plan = replace(asked.plan, request=replace(asked.request, costs=costs))
+    return replace(asked, spec=spec, plan=plan).memory
 
 
 def listen() -> dict[str, Any]:

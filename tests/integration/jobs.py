@@ -39,10 +39,10 @@ import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import gpt, model_binding, schedule_function, stage_inputs
 from megatron.schedules.integration import hooks as integration
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.rank_device import STANDIN_VARIABLE, PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
+from megatron.schedules.runtime.planner import Planner
 from tests.integration import (
     conversations,
     counted_forwards,

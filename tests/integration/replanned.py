@@ -9,13 +9,13 @@ from typing import Any
 from megatron.training import get_args
 
 from megatron.schedules.integration import schedule_function
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Expected, Proposal
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime import replanner
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
 

@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.device_memory import Numbers
-from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags import check
-from megatron.schedules.integration.flags.check import PlannedJob, planned_job
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.job import plan_job as planning
 from megatron.schedules.job.job_costs import costs_of
-from megatron.schedules.job.job_request import auto_choices, request_of
+from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.plan_job import JobPlan, Machine, auto_choices, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
-from megatron.schedules.job.values import DryRun, ScheduleChoice
+from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import Plan, make_plan, or_named
-from megatron.schedules.schedule.simulator import simulate
 
 BUILD = MODELS["9.6B"].whole
 MODEL = Model(BUILD, Numbers(2, 4, 12))
@@ -42,7 +41,7 @@ LLAMA = Model(find_model("Llama-3-8B --num-layers 16").whole, Numbers(2, 4, 12))
 )
 def test_layers_are_chosen_where_no_flag_says_where_they_are(flag: Any, stock: StockLayers, chosen: Any):
     settings = Settings(ScheduleChoice("auto", "auto"), layers=flag)
-    first = next(auto_choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL)))
+    first = next(auto_choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL, flags=FLAGS)))
     assert first.settings.layers == chosen
 
 
@@ -57,22 +56,22 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
     """Ranks have different parameters, and the rank with most of them need not have the most activations."""
     settings = Settings(ScheduleChoice("v-zb", "v-zb"), layers=layers)
     job = JobSpec(settings, Sizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL, flags=FLAGS)
-    named = planned_job(job)
+    named = plan_job(job)
     device = _most(named) * (1 + 1e-9) / (1 - RESERVED)
     asked = ScheduleChoice("auto", "auto")
-    within = replace(settings, schedule=asked, dry_run=DryRun(device_bytes=device), search_seconds=0.1)
-    found = planned_job(replace(job, settings=within), quiet=True)
-    assert _time(found) <= _time(named) * (1 + 1e-9)
+    within = replace(settings, schedule=asked, search_seconds=0.1)
+    found = plan_job(replace(job, settings=within), Machine(device))
+    assert found.plan.iteration_time <= named.plan.iteration_time * (1 + 1e-9)
     assert _most(found) <= (1 - RESERVED) * device
 
 
 def test_a_plan_that_holds_more_messages_is_made_again_within_less_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check, "MESSAGES", 1)
-    settings = Settings(ScheduleChoice("auto", "auto"), dry_run=DryRun(device_bytes=300 * 2.0**30), search_seconds=0.1)
+    monkeypatch.setattr(planning, "MESSAGES", 1)
+    settings = Settings(ScheduleChoice("auto", "auto"), search_seconds=0.1)
     job = JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
-    found = planned_job(job)
-    assert "vocabulary parallelism would make the iteration" in found.explanation
-    assert "longer than it" not in found.explanation, "a schedule by name would be shorter"
+    found = plan_job(job, Machine(300 * 2.0**30))
+    assert "vocabulary parallelism would make the iteration" in found.plan.explanation
+    assert "longer than it" not in found.plan.explanation, "a schedule by name would be shorter"
     assert _most(found) <= (1 - RESERVED) * 300 * 2**30
 
 
@@ -97,16 +96,10 @@ def test_the_layers_of_a_schedule_by_name_that_auto_takes_are_settled():
     long = make_plan(replace(asked, schedule="1f1b", partition=False))
     taken = or_named(Plan(asked, replace(long.request, memory_limit=2.0), long.schedule, tuple(named_within(asked))))
     assert taken.schedule.name != "1f1b"
-    layers = PlannedJob(job, taken.request, taken.schedule).layers
+    layers = JobPlan(job, taken).layers
     assert (len(layers), sum(layers)) == (taken.schedule.placement.stages, 16)
 
 
-def _time(job: PlannedJob) -> float:
-    return simulate(job.schedule, job.request.costs_on(job.schedule.placement)).makespan
-
-
-def _most(job: PlannedJob) -> float:
+def _most(job: JobPlan) -> float:
     """Memory of the rank that needs most, bytes."""
-    assert job.spec.trained is not None
-    costs = job.request.costs_on(job.schedule.placement)
-    return max(rank.device for rank in rank_memory(job.spec.trained, job.schedule, costs, job.request))
+    return job.memory[job.worst].device

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program, channels_of
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program, channels_of
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind
 from tests.planner.made_schedules import NAMED

@@ -13,8 +13,7 @@ from megatron.schedules.cli.commands import main
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.memory_estimate import estimated
+from megatron.schedules.job.plan_summary import summary
 
 FULL = "--recompute-granularity full --recompute-method"
 EXPERTS = """--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 50000 --swiglu
@@ -77,20 +76,16 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     data = (args.global_batch_size or 8) // 8
     args.global_batch_size = 8 * args.micro_batch_size * data
     args.world_size = 4 * args.tensor_model_parallel_size * data
-    monkeypatch.setattr("megatron.schedules.integration.flags.check.refusal", lambda *_: None)
+    monkeypatch.setattr("megatron.schedules.job.plan_job.refusal", lambda *_: "")
     asked = check(args)
     assert asked is not None
-    planner = Planner(asked)
-    found = estimated(asked, planner)
-    assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(planner.timeline.peaks))
-    assert plan["figures"]["makespan"] == pytest.approx(planner.timeline.makespan)
-    hidden, exposed = planner.timeline.messages
+    timeline = asked.plan.timeline
+    assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(timeline.peaks))
+    assert plan["figures"]["makespan"] == pytest.approx(timeline.makespan)
+    hidden, exposed = timeline.messages
     assert (row.get("hidden", 0.0), row.get("exposed", 0.0)) == pytest.approx((hidden, exposed))
-    assert (hidden > 0) == ("overlap-moe" in flags) == ("behind weight gradients" in planner.summary())
-    assert tuple(plan["layers"]) == found.counts
-    # Of messages the command line knows no more than that there are eight at most.
-    most = max((rank._replace(messages=0.0) for rank in found.ranks), key=lambda rank: rank.device)
-    for part in ("weights", "gradients", "optimizer", "activations"):
-        assert row[f"{part}_bytes"] == pytest.approx(getattr(most, part)), part
-    assert row["messages_bytes"] >= most.messages
+    assert (hidden > 0) == ("overlap-moe" in flags) == ("behind weight gradients" in summary(asked))
+    assert tuple(plan["layers"]) == asked.request.layers_on(asked.schedule.placement)
+    for part, held in asked.memory[asked.worst].parts.items():
+        assert row[f"{part}_bytes"] == pytest.approx(held), part
     assert row["fits"] == (row["together_bytes"] <= 80 * 2**30)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from megatron.schedules.integration.flags import machine_memory
+from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.job.plan_job import Machine, plan_job
+from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.values import CostsChoice, MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
@@ -38,12 +45,20 @@ def test_the_first_lines_say_what_is_recomputed_or_offloaded(megatron, how):
     assert expected in said
 
 
-def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
-    layer = LayerMemory(full=2**30, kept=2**30, weights=2**30)
-    costs = Costs(memory=ModelMemory((layer,) * 4, input=0.0, first=EndMemory(), last=EndMemory()))
-    monkeypatch.setattr(machine_memory, "available_host_bytes", lambda: 3 * 2**30)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert machine_memory.check_host(costs, 1.5, 4, is_dry=False) == 1.5 * 2**30
-    with pytest.raises(PlanError, match=r"-memory offload takes 2\.0 GiB of host memory for each of 2 ranks"):
-        machine_memory.check_host(costs, 2.0, 4, is_dry=False)
-    assert machine_memory.check_host(costs, 0.0, 4, is_dry=False) == 0
+def test_a_host_without_memory_is_told_before_the_start():
+    settings = Settings(
+        ScheduleChoice("adaptive", "adaptive"),
+        MemoryLimit("0.3", 0.3),
+        CostsChoice("1,1,1", Costs()),
+        saving=MemorySaving(offload=True, gbps=1e6),
+        search_seconds=0.01,
+    )
+    model = Model(MODELS["9.6B"].whole, Numbers(2, 4, 12))
+    job = JobSpec(settings, Sizes(2, 2), Batch(1, 8), StockLayers(30), model=model, flags=FLAGS)
+    said = re.search(r"offloaded, ([\d.]+) GiB of each rank's at most on the host", plan_job(job).assumed)
+    assert said is not None
+    taken = float(said[1]) * 2**30
+    assert plan_job(job, Machine(host=2.1 * taken, ranks_on_host=2)).assumed
+    refused = rf"-memory offload takes {taken / 2**30:.1f} GiB of host memory for each of 2 ranks"
+    with pytest.raises(PlanError, match=refused):
+        plan_job(job, Machine(host=1.9 * taken, ranks_on_host=2))

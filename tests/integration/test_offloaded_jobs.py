@@ -14,7 +14,7 @@ from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.features import FULL, MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
-from tests.runtime.random_schedules import shared_plan
+from tests.programs.random_schedules import shared_plan
 from tools.gpu_tests.offloaded import Distances, offloaded
 
 TENSOR = "--tensor-model-parallel-size 2"

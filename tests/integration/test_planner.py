@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.check import PlannedJob, check
-from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
-from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.replan_checks import with_room_for
-from megatron.schedules.integration.memory_estimate import estimated
-from megatron.schedules.job.job_request import auto_choices
+from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, add_stock_arguments
+from megatron.schedules.job.plan_job import JobPlan, auto_choices
+from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.planner.replanning import propose
+from megatron.schedules.planner.replanning import propose, with_room_for
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.simulator import simulate
@@ -29,13 +28,13 @@ LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-q
     --pipeline-schedule adaptive"""
 
 
-def summary(request: Request) -> str:
+def first_line(request: Request) -> str:
     spec = JobSpec(Settings(ScheduleChoice(request.schedule, request.schedule)), Sizes(4, 4))
-    return Planner(PlannedJob(spec, request, plan(request))).summary()
+    return summary(JobPlan(spec, make_plan(request))).splitlines()[0]
 
 
 def test_a_schedule_by_name_is_named():
-    said = summary(Request("v-half", 4, 8))
+    said = first_line(Request("v-half", 4, 8))
     assert said == (
         "pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, "
         "planned peak activation memory 75.0 % of 1F1B, and 6 messages at most"
@@ -52,7 +51,7 @@ def test_of_adaptive_both_the_limit_and_what_was_chosen_are_named(limit: float, 
     costs = Costs() if chosen == "v-min" else Costs(1, 1.1, 0.75, 0.05)
     request = Request("adaptive", 4, 8, costs, memory_limit=limit, search_seconds=0.001, chunk_choices=(2,))
     assert plan(request).name == chosen
-    assert summary(request).startswith(
+    assert first_line(request).startswith(
         f"pipeline schedule: adaptive: {chosen}, within {limit} of 1F1B's memory, 4 ranks"
     )
 
@@ -68,7 +67,7 @@ def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(mor
     args.world_size = args.pipeline_model_parallel_size
     asked = check(args)
     assert asked is not None
-    ranks = estimated(asked, Planner(asked)).ranks
+    ranks = asked.memory
     assert max(rank.activations + rank.messages for rank in ranks) <= limit * 2**30
     assert max(rank.activations for rank in ranks) >= 0.5 * limit * 2**30, "the limit is made use of"
 
@@ -85,5 +84,5 @@ def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
 
 def test_auto_tries_no_choice_twice():
     """Of a model that is not known nothing can be chosen."""
-    spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2))
+    spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2), flags=FLAGS)
     assert list(auto_choices(spec)) == [spec]

@@ -12,9 +12,9 @@ import torch
 from recorded_collectives import recorded
 from torch import Tensor
 
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Action, Op, Program
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Action, Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import sequential

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.flags.costs_in_training import check_costs
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
-from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
-from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.job.checks import check_model
 from megatron.schedules.job.job_costs import costs_of
+from megatron.schedules.job.measuring import Measured as MeasuredIterations
+from megatron.schedules.job.measuring import check_folder, measured_iterations
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
@@ -43,7 +43,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
     args.world_size = 2
     spec = completed(spec_of(args), args)
-    check_costs(spec)
+    check_model(spec)
     return costs_of(spec).on(sequential(2), Decisions(layers=(4, 4)))
 
 

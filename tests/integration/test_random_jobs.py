@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import Settings
 from megatron.schedules.utils.errors import PlanError
-from tests.integration.dry_runs import Counted, Ending, ended, planned, short_searches
+from tests.integration.dry_runs import Ending, ended, planned, short_searches
 from tests.integration.random_jobs import random_job
 
 NAMED = "1f1b eager-1f1b interleaved-1f1b:2 interleaved-1f1b:3 zb-1p zb-2p 1f1b-v v-min v-half v-zb".split()
@@ -60,10 +61,10 @@ def check(line: Sequence[str], by_name: Callable[[str], Sequence[str]]) -> Endin
         assert end.status == 2, end.said
         assert ": error: --" in end.said.strip().splitlines()[-1], end.said
         return end
-    found, settings = end.found, end.found.job.spec.settings
+    found, settings = end.found, end.found.spec.settings
     room = settings.dry_run and settings.dry_run.device_bytes
-    assert end.status == (3 if room and found.device > room else 0), end.said
-    assert found.job.layers == found.estimate.counts
+    assert end.status == (3 if room and _device(found) > room else 0), end.said
+    assert found.layers == found.request.layers_on(found.schedule.placement)
     assert within(found, settings), end.said
     if settings.schedule.name == "auto" and not settings.measures_limit:
         shorter = [name for name in NAMED if _fits_and_is_shorter(by_name(name), found, settings)]
@@ -75,24 +76,29 @@ def check(line: Sequence[str], by_name: Callable[[str], Sequence[str]]) -> Endin
     return end
 
 
-def within(found: Counted, settings: Settings) -> bool:
+def within(found: JobPlan, settings: Settings) -> bool:
     """Whether a plan is within the limit of ``settings``; without one, within what ``auto`` may use of the device."""
     limit, room = settings.memory_limit, settings.dry_run and settings.dry_run.device_bytes
     if limit is not None and limit.size is not None:
-        return found.in_passes <= limit.size * _ROUNDING
+        return max(rank.activations + rank.messages for rank in found.memory) <= limit.size * _ROUNDING
     if limit is None and room:
-        return found.device <= (1 - RESERVED) * room * _ROUNDING
+        return _device(found) <= (1 - RESERVED) * room * _ROUNDING
     most = 1.0 if limit is None else limit.fraction
-    return most is None or found.of_1f1b <= most * _ROUNDING
+    return most is None or found.plan.peak_memory <= most * _ROUNDING
 
 
-def _fits_and_is_shorter(line: Sequence[str], found: Counted, settings: Settings) -> bool:
+def _device(found: JobPlan) -> float:
+    """Bytes of the rank that holds most."""
+    return found.memory[found.worst].device
+
+
+def _fits_and_is_shorter(line: Sequence[str], found: JobPlan, settings: Settings) -> bool:
     even = ["--pipeline-layers", "even"] * (settings.layers == "auto" and "--pipeline-layers" in line)
     try:
         named = planned([*line, *even])
     except PlanError:  # it does not go with the job
         return False
-    return named.time * _ROUNDING < found.time and within(named, settings)
+    return named.plan.iteration_time * _ROUNDING < found.plan.iteration_time and within(named, settings)
 
 
 @pytest.mark.parametrize(
@@ -124,5 +130,5 @@ def test_the_backend_of_messages_changes_nothing_of_a_plan():
     dropout = "--pipeline-model-parallel-size 4 --num-layers 32 --global-batch-size 8 --transformer-impl local"
     line = [*SIZE, *dropout.split(), *"--pipeline-schedule v-half --pipeline-dry-run 4".split()]
     plain, gloo = (planned([*line, *more]) for more in ([], ["--distributed-backend", "gloo"]))
-    assert gloo.job == plain.job
-    assert gloo.estimate == plain.estimate
+    assert gloo == plain
+    assert gloo.memory == plain.memory

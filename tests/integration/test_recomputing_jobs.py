@@ -29,7 +29,7 @@ from tests.integration.server import Megatron
 from tests.integration.test_memory import JOB as SIZE
 from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
-from tests.runtime.random_schedules import shared_plan, with_recompute
+from tests.programs.random_schedules import shared_plan, with_recompute
 
 # --- layers by themselves -----------------------------------------------------------------------------------------
 

@@ -381,7 +381,7 @@ def what_cannot_be_split_is_refused() -> None:
     import megatron.training  # noqa: F401 - before it Transformer Engine is not looked for
 
     from megatron.schedules.estimate.parallel_sizes import Sizes
-    from megatron.schedules.integration.flags.incompatible import refusal
+    from megatron.schedules.job.rules import refusal
     from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
     from megatron.schedules.job.values import ScheduleChoice
 

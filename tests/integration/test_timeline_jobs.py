@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from megatron.schedules.integration.flags.measuring import measured_iterations
+from megatron.schedules.job.measuring import measured_iterations
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, saved_timeline

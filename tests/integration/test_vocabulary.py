@@ -11,8 +11,8 @@ import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.declared import add_stock_arguments
-from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.layers import model_shape
+from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan

@@ -16,7 +16,7 @@ from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from tests.runtime.random_schedules import random_schedule
+from tests.programs.random_schedules import random_schedule
 
 # What is planned from its name alone.
 NAMED = [name for name in NAMES if name not in ("adaptive", "file")]

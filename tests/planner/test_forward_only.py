@@ -13,7 +13,7 @@ from megatron.schedules.schedule.placement import Placement, interleaved, sequen
 from megatron.schedules.schedule.schedule import Rows
 from tests.planner.made_schedules import examples, timed
 from tests.planner.slow_oracle import slow_spans
-from tests.runtime.random_schedules import shared_costs
+from tests.programs.random_schedules import shared_costs
 
 PLACEMENTS = st.one_of(
     st.integers(1, 6).map(sequential),

@@ -13,8 +13,8 @@ from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.planner.whole_backwards import references
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule

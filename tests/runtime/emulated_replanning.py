@@ -19,11 +19,11 @@ from megatron.schedules.measure.iteration_summary import rank_times
 from megatron.schedules.measure.slow_ranks import SlowWatch
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program, channels_of
 from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program, channels_of
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.runtime.transport import Transport

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Op, Program
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.schedule import Schedule
+from tests.programs.random_schedules import shared_costs
 from tests.runtime.plain_stages import SHAPE, make_stage
-from tests.runtime.random_schedules import shared_costs
 
 WORDS = 12
 """In the vocabulary; a multiple of the ranks of every test."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.programs.program import Channel
 from megatron.schedules.runtime.collectives import Chain
-from megatron.schedules.runtime.program import Channel
 from megatron.schedules.runtime.transport import Channels
 
 

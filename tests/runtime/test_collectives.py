@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.forward_only import forward_only
 from megatron.schedules.planner.registry import plan
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import (
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import (
     COLLECTIVES,
     Action,
     Op,
@@ -28,7 +28,7 @@ from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from tests.planner.made_schedules import NAMED
-from tests.runtime.random_schedules import (
+from tests.programs.random_schedules import (
     forwards_of,
     random_schedule,
     shared_costs,

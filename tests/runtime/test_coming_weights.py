@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
 from megatron.schedules.runtime.behind_messages import ComingWeights
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.text_forms import from_csv
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from tests.planner.made_schedules import NAMED, REAL
-from tests.runtime.random_schedules import forwards_of, random_schedule
+from tests.programs.random_schedules import forwards_of, random_schedule
 from tests.runtime.strict_wires import (
     Collectives,
     Device,

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Action, Program, ProgramError
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Action, Program, ProgramError
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from tests.counting import lines_run
+from tests.programs.random_schedules import forwards_of, random_schedule
 from tests.runtime.plain_stages import PlainStages, without_pipeline
-from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.thread_ranks import run_threads
 
 

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.copies import ThreadCopies
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.graph_edge import as_input
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.offload import OffloadError, Offloads
 from megatron.schedules.runtime.position import PositionTracker
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
+from tests.programs.random_schedules import random_schedule
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.plain_stages import PlainStages, without_pipeline
-from tests.runtime.random_schedules import random_schedule
 from tests.runtime.thread_ranks import run_threads
 from tools.gpu_tests.offloaded import offloaded
 

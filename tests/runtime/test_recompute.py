@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import ProgramError
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import ProgramError
 from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients

@@ -10,11 +10,11 @@ import pytest
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Action, Program
 from megatron.schedules.runtime.copies import Pace, ThreadCopies
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Action, Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind, Pass

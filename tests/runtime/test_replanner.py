@@ -15,10 +15,10 @@ from megatron.schedules.planner.background import BackgroundPlanError
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, propose
 from megatron.schedules.planner.request import Request
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
 from megatron.schedules.runtime import replanner
-from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.control_messages import ControlMessages
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule

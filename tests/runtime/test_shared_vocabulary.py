@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.schedules.planner.forward_only import forward_only
-from megatron.schedules.runtime.collectives import Worker
-from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.program import (
+from megatron.schedules.programs.program import (
     COLLECTIVES,
     Op,
     Program,
     channels_of,
 )
+from megatron.schedules.runtime.collectives import Worker
+from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.transport import (
     MessageSpec,
     Transport,
@@ -26,14 +26,14 @@ from megatron.schedules.runtime.transport import (
 )
 from megatron.schedules.schedule.schedule import Schedule
 from tests.planner.made_schedules import NAMED
-from tests.ranks import outcomes_of, run_ranks
-from tests.runtime.plain_stages import SHAPE
-from tests.runtime.random_schedules import (
+from tests.programs.random_schedules import (
     forwards_of,
     random_schedule,
     shared_costs,
     shared_plan,
 )
+from tests.ranks import outcomes_of, run_ranks
+from tests.runtime.plain_stages import SHAPE
 from tests.runtime.shared_vocabulary import WORDS, Gather, SharingStages, lowered, without_sharing
 from tests.runtime.test_device_sync import ends
 from tests.runtime.thread_ranks import ThreadTalk, errors_in_threads, run_threads, transports

@@ -8,15 +8,15 @@ import pytest
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Instruction, Program
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.position import End, PositionTracker
-from megatron.schedules.runtime.program import Instruction, Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind
+from tests.programs.random_schedules import forwards_of, shared_plan
 from tests.runtime.plain_stages import PlainStages
-from tests.runtime.random_schedules import forwards_of, shared_plan
 from tests.runtime.thread_ranks import run_threads
 
 LIMIT, GRACE = 100.0, 12.5

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime import saved_tensors, transport
 from megatron.schedules.runtime.collectives import SideStream
 from megatron.schedules.runtime.copies import StreamCopies
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.transport import ChannelEnd, Channels, MessageSpec, Transport
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.placement import sequential
+from tests.programs.random_schedules import random_schedule
 from tests.runtime.plain_stages import SHAPE
-from tests.runtime.random_schedules import random_schedule
 from tests.runtime.stream_model import Event, FaultError, Group, Stream, StreamModel, Work
 from tests.runtime.test_offload import OffloadingStages, random_distances
 from tools.gpu_tests.offloaded import offloaded

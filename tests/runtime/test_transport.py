@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Channel, channels_of
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Channel, channels_of
 from megatron.schedules.runtime.transport import ChannelEnd, Channels, MessageSpec, Transport, make_channels, rounds
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
+from tests.programs.random_schedules import forwards_of, random_schedule
 from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
-from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.waiting import HANGS_S
 
 CPU = torch.device("cpu")

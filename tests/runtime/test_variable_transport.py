@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Channel
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Channel
 from megatron.schedules.runtime.transport import Channels, MessageSpec, Transport, make_channels
 from megatron.schedules.schedule.schedule import Schedule
+from tests.programs.random_schedules import random_schedule
 from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
-from tests.runtime.random_schedules import random_schedule
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec((0, 0), torch.float32, CPU)

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from megatron.schedules.programs.program import Channel, Program
 from megatron.schedules.runtime.collectives import Chain, Pending, Worker
-from megatron.schedules.runtime.program import Channel, Program
 from megatron.schedules.runtime.transport import Transport
 
 

@@ -21,7 +21,7 @@ from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import REAL, UNIT, costed_schedules, examples, planned, timed, written
 from tests.planner.slow_oracle import held_at, slow_spans
-from tests.runtime.random_schedules import random_schedule
+from tests.programs.random_schedules import random_schedule
 
 
 @examples(150)

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.runtime.program import Action
+from megatron.schedules.programs.program import Action
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.simulator import simulate

@@ -9,9 +9,9 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads, StageCosts

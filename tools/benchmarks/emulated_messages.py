@@ -11,8 +11,8 @@ from threading import Event, Thread
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.behind_messages import ComingWeights
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.emulated_ours import SleepingStages, carry_out
 from tools.benchmarks.emulated_passes import Passes

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.schedules.programs.program import COLLECTIVES, Channel, Op, Program, channels_of
 from megatron.schedules.runtime.engine import Observer, run
-from megatron.schedules.runtime.program import COLLECTIVES, Channel, Op, Program, channels_of
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import (
     Channels,

@@ -84,7 +84,6 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
     import torch.distributed as dist
 
     import pretrain_gpt
-    from megatron.schedules.integration.flags.machine_memory import check_host
     from megatron.schedules.integration.schedule_function import ScheduleFunction
     from megatron.schedules.schedule.host_memory import taken
     from megatron.schedules.schedule.simulator import peaks
@@ -99,7 +98,8 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
         schedule, costs, rank = self._planner.first, self._planner.timeline.costs, dist.get_rank()
         planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
-        said = check_host(self._planner.costs, max(blocks), RANKS, is_dry=False)
+        memory = self._planner.costs.memory
+        said = 0.0 if memory is None else max(blocks) * memory.of_rank(RANKS)
         host_bytes = 0 if self.model.offloads is None else self.model.offloads.host_bytes
         seen.append(Held(planned, self.peaks.bytes, blocks[rank], said, host_bytes))
         return losses

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table
 
 if TYPE_CHECKING:
-    from megatron.schedules.runtime.program import Program
+    from megatron.schedules.programs.program import Program
 
 UNIT_S = 0.010
 COSTS = Costs(1, 1.1, 0.75)
@@ -39,8 +39,8 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
         repetitions: iterations each way.
         unit: seconds.
     """
-    from megatron.schedules.runtime.checker import check
-    from megatron.schedules.runtime.lowering import lower
+    from megatron.schedules.programs.checker import check
+    from megatron.schedules.programs.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 
     schedule, asked = plan(request), request.costs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
 from megatron.schedules.runtime.copies import ThreadCopies
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind, Share

@@ -111,9 +111,9 @@ def _time_engine(rounds: int) -> list[Row]:
     import torch.distributed as dist
 
     from megatron.schedules.planner.registry import Request, plan
+    from megatron.schedules.programs.lowering import lower
+    from megatron.schedules.programs.program import channels_of
     from megatron.schedules.runtime.engine import run
-    from megatron.schedules.runtime.lowering import lower
-    from megatron.schedules.runtime.program import channels_of
     from megatron.schedules.runtime.transport import MessageSpec, Transport, make_channels
 
     plans = [plan(Request(schedule, _RANKS, 4 * _RANKS)) for schedule in _SCHEDULES]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.flags.measuring import COSTS
+from megatron.schedules.job.measuring import COSTS
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.planner.registry import Request, plan

@@ -13,7 +13,7 @@ from megatron.schedules.integration.rank_device import STANDIN_VARIABLE
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.replanning import Proposal
-from megatron.schedules.runtime.program import Action, Program
+from megatron.schedules.programs.program import Action, Program
 from megatron.schedules.schedule.kinds import WHOLES, Kind
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.pieces import FAULT, Row, Setting

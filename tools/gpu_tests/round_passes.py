@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron.schedules.integration import schedule_function
+from megatron.schedules.programs.program import Action, Op, Program
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.position import PositionTracker
-from megatron.schedules.runtime.program import Action, Op, Program
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind

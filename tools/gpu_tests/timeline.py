@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.schedules.runtime.program import Action
+from megatron.schedules.programs.program import Action
 from megatron.schedules.schedule.kinds import KINDS, Kind, Share
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.runtime.program import Action, Program
+from megatron.schedules.programs.program import Action, Program
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement
 from tools.gpu_tests.timeline import Span

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.schedules.integration.flags.check import PlannedJob
-from megatron.schedules.integration.flags.incompatible import refusal
+from megatron.schedules.job.plan_job import JobPlan
+from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.utils.errors import PlanError
 
@@ -24,7 +24,7 @@ _KEPT = frozenset(
 )
 
 
-def refused(spec: JobSpec, ours: PlannedJob) -> str:
+def refused(spec: JobSpec, ours: JobPlan) -> str:
     """Returns why a recipe is refused, also without all that can be left out; empty if it is accepted.
 
     Args:
@@ -34,7 +34,7 @@ def refused(spec: JobSpec, ours: PlannedJob) -> str:
     return _why_not(spec, ours, spec.stock.given & _KEPT)
 
 
-def left_out(spec: JobSpec, ours: PlannedJob) -> dict[str, str]:
+def left_out(spec: JobSpec, ours: JobPlan) -> dict[str, str]:
     """Returns the arguments that have to be left out, and why.
 
     Args:
@@ -58,5 +58,5 @@ def left_out(spec: JobSpec, ours: PlannedJob) -> dict[str, str]:
     return found
 
 
-def _why_not(spec: JobSpec, ours: PlannedJob, given: frozenset[str]) -> str:
+def _why_not(spec: JobSpec, ours: JobPlan, given: frozenset[str]) -> str:
     return refusal(replace(ours.spec, stock=replace(spec.stock, given=given)), ours.schedule)

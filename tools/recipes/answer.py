@@ -9,18 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.times import loads
-from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
 from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.job.checks import validate
 from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.layer_partition import levelled
 from megatron.schedules.planner.registry import AUTO, placement
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.placement import zigzag
-from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.utils.errors import PlanError
 from tools.recipes.acceptance import left_out, refused
 
@@ -214,7 +214,7 @@ def _read(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int]:
     return spec, chunks
 
 
-def _with_acceptance(found: Answer, spec: JobSpec, ours: PlannedJob) -> Answer:
+def _with_acceptance(found: Answer, spec: JobSpec, ours: JobPlan) -> Answer:
     why = refused(spec, ours)
     return replace(found, refused=why, left_out={} if why else left_out(spec, ours))
 
@@ -234,8 +234,9 @@ def _chunks(args: Any) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def _planned(spec: JobSpec) -> PlannedJob:
-    return planned_job(spec, quiet=True)
+def _planned(spec: JobSpec) -> JobPlan:
+    dry_run = spec.settings.dry_run
+    return plan_job(spec, Machine(None if dry_run is None else dry_run.device_bytes))
 
 
 def _placed(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
@@ -248,7 +249,7 @@ def _placed(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
     return _under(free, choice, layers=layers, **settings)
 
 
-def _auto(spec: JobSpec, seconds: float) -> PlannedJob:
+def _auto(spec: JobSpec, seconds: float) -> JobPlan:
     """Plans ``auto`` on two chunks of each rank, with the layers from which a search would start."""
     return _planned(_placed(spec, ScheduleChoice(AUTO, AUTO), search_seconds=seconds))
 
@@ -258,7 +259,7 @@ def _under(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
     return replace(spec, settings=replace(spec.settings, schedule=choice))
 
 
-def _stock(spec: JobSpec, chunks: int) -> tuple[PlannedJob, bool]:
+def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
     """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     choice = ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
@@ -268,23 +269,16 @@ def _stock(spec: JobSpec, chunks: int) -> tuple[PlannedJob, bool]:
         return _planned(_placed(spec, choice)), False
 
 
-@lru_cache(maxsize=16)
-def _timeline(job: PlannedJob) -> Timeline:
-    return simulate(job.schedule, job.request.costs_on(job.schedule.placement))
-
-
-def _figures(job: PlannedJob, stock: PlannedJob | None = None) -> Planned:
-    """Figures of a planned job, with as many messages as ``megatron-schedules compare`` counts."""
-    timeline = _timeline(job)
-    assert job.spec.trained is not None, "the model is known"
-    worst = max(rank_memory(job.spec.trained, job.schedule, timeline.costs, job.request), key=lambda rank: rank.device)
+def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
+    """Figures of a planned job."""
+    timeline, worst = job.plan.timeline, job.memory[job.worst]
     chosen = job.schedule.name if job.spec.settings.schedule.name == AUTO else job.spec.settings.schedule.text
     return Planned(
         chosen,
         round(timeline.bubble, 4),
         round(worst.device / _GIB, 1),
         round(worst.activations / _GIB, 1),
-        1.0 if stock is None else round(timeline.makespan / _timeline(stock).makespan, 3),
+        1.0 if stock is None else round(timeline.makespan / stock.plan.iteration_time, 3),
         ",".join(map(str, job.layers)),
         round(job.request.decisions.mean_savings.get("recomputed", 0.0), 3),
     )

@@ -32,6 +32,7 @@ from megatron.schedules.utils.printable import counted, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of text that is not written to a terminal
+_LIMITING = 0.02  # least bubble that uneven ranks leave, from which a line says so
 _WIDEST = 100_000  # columns that a pager can still show
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -104,17 +105,19 @@ def _plan(
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
     plans = plans_of([schedule], [], **size)
-    plan = plan_of(plans, plans.specs[0])
+    job = plan_of(plans.specs[0])
+    plan = job.plan
     if form == "csv":
         emit(plan.to_csv(), output)
     elif form == "json":
         emit(plan.to_json(), output)
     else:
         footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
+        footer += f"{job.left_out}\n" if job.left_out else ""
         footer += _how_good(plan) + _where(plan.decisions.layers) + _savings(plan.decisions)
-        footer += _uneven([schedule]) if plans.has_uneven_stages(plan) else ""
-        if held := plans.memory(plan):
-            most = max(rank.activations for rank in held)
+        footer += _uneven([schedule]) if plans.has_uneven_stages(job) else ""
+        if job.memory:
+            most = max(rank.activations for rank in job.memory)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.counted_for}.\n"
         drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), plans.microbatch_bytes)
         _emit_drawing(form, drawing, output, columns, gradients, footer)
@@ -146,21 +149,23 @@ def _compare(
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
     room = None if device_memory is None else size("--device-memory", device_memory)
-    plans = plans_of(schedules, NAMES, **sizes)
+    plans = plans_of(schedules, NAMES if sizes["model"] is None else CHOICES, **sizes)
     if room is not None and not plans.knows_bytes:
         why = "which is missing"
         if plans.has_model:
             why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
         raise PlanError(f"--device-memory compares the bytes of --model, {why}")
-    rows, uneven = [], []
-    for name, found, throughput in plans.compared(partial(plan_of, plans)):
-        if isinstance(found, str):
-            rows.append(table.Row(name, found))
+    rows, uneven, limiting = [], [], 0.0
+    for name, job, throughput in plans.compared(partial(plan_of, device=room)):
+        if isinstance(job, str):
+            rows.append(table.Row(name, job))
             continue
-        uneven += [name] * plans.has_uneven_stages(found)
-        row = table.Row(name, figures(found.timeline, plans.microbatch_bytes), throughput)
+        uneven += [name] * plans.has_uneven_stages(job)
+        timeline = job.plan.timeline
+        limiting = max(limiting, 0.0 if job.plan.decisions.layers else timeline.least_bubble)
+        row = table.Row(name, figures(timeline, plans.microbatch_bytes), throughput, layers=_layers(job.plan))
         if room is not None:
-            worst = max(plans.memory(found), key=lambda rank: rank.device)
+            worst = job.memory[job.worst]
             row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
         rows.append(row)
     if form in ("svg", *PICTURES):
@@ -169,6 +174,7 @@ def _compare(
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
     note += f"\n{_uneven(uneven)}" if uneven and form in ("text", "markdown") else ""
+    note += f"\n{_limited(limiting)}" if limiting >= _LIMITING and form in ("text", "markdown") else ""
     without = (
         form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]
     )
@@ -213,7 +219,7 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     plans = plans_of(schedules, ["1f1b", "v-half"], **size)
-    timelines = [plan_of(plans, spec).timeline for spec in plans.specs]
+    timelines = [plan_of(spec).plan.timeline for spec in plans.specs]
     drawing = of_plans(timelines, _caption(plans), _unit(plans), plans.microbatch_bytes)
     _emit_drawing(form, drawing, output, columns, gradients)
 
@@ -266,6 +272,23 @@ def _uneven(names: Sequence[str]) -> str:
     return (
         f"The model's layers do not divide by the stages of {', '.join(names)}: give training --pipeline-layers auto "
         "or N,N,...\n"
+    )
+
+
+def _layers(plan: Plan) -> str:
+    """Formats the number of layers of each stage as a number or as a range; empty if the model is unknown."""
+    counts = plan.request.layers_on(plan.schedule.placement)
+    if counts is None:
+        return ""
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def _limited(bubble: float) -> str:
+    """Says what limits schedules with even layers."""
+    return (
+        f"With even layers the rank with the output layer computes most: a bubble of {percent(bubble)} is left in any "
+        "order. --layers auto partitions the layers for that, as auto does.\n"
     )
 
 

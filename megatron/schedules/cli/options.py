@@ -12,9 +12,11 @@ import click
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
+from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
 from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.spec import JobSpec, Settings
-from megatron.schedules.planner.service import Plan
+from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.parsing import integer
 
@@ -71,7 +73,7 @@ def size_flags(command: Command) -> Command:
             _shared("layers", "Needs --model or a profile of it. plan prints the result in Megatron's letters."),
             _shared("vocabulary-parallel", "Needs --model or a profile of it."),
             _shared("costs", "1,1,1,0 without this flag and --model."),
-            _shared("memory-limit", "GiB need a cost profile; auto is for training."),
+            _shared("memory-limit", "GiB need --model; auto is for training."),
             _shared("save-memory", "GB/S needs --costs in milliseconds, and --model or a profile."),
             click.option(
                 "--output",
@@ -117,7 +119,11 @@ def plans_of(
     return job_plans(schedules, default, settings, d, n, model, FLAGS)
 
 
-def plan_of(plans: JobPlans, spec: JobSpec) -> Plan:
-    """Plans ``spec`` and shows progress on standard error."""
-    with shown(f"planning {spec.settings.schedule.name}", sys.stderr) as progress:
-        return plans.plan(spec, progress)
+def plan_of(spec: JobSpec, device: float | None = None) -> JobPlan:
+    """Plans ``spec``, within the memory of a device in bytes, and shows progress on standard error."""
+
+    def make(request: Request) -> Plan:
+        with shown(f"planning {spec.settings.schedule.name}", sys.stderr) as progress:
+            return make_plan(request, progress)
+
+    return plan_job(spec, Machine(device), make)

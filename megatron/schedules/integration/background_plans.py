@@ -20,13 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunState, get_rerun_state_machine
 from torch import Tensor
 
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
-from megatron.schedules.runtime.checker import check
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.control_messages import of_all_ranks
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
 from megatron.schedules.search.compiled import compiled_climb

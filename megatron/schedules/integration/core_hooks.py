@@ -77,11 +77,11 @@ def _select_pipeline_segment(
 
 
 def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
-    if session.spec is None and session.has_schedule and reset_stocks_own(config):
+    if session.plan is None and session.has_schedule and reset_stocks_own(config):
         # Kept by copies of the configuration. Some loops call this several times.
         setattr(config, HIDES_MESSAGES, True)
     stock(config)
-    if session.spec is None:
+    if session.plan is None:
         place_layers(session, config)
     if session.has_schedule and config.gradient_accumulation_fusion:
         fuse_without_apex()
@@ -122,7 +122,7 @@ def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]
 
 
 def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) -> None:
-    here = session.spec is None and session.two_copies  # Megatron-LM's loop does so when it has built all chunks
+    here = session.plan is None and session.two_copies  # Megatron-LM's loop does so when it has built all chunks
     copied = chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers
     tied_group = chunk.embd_group if copied else None
     if here and tied_group is not None and tied_group.size() > 1:

@@ -26,11 +26,10 @@ from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.expert_messages import reset_stocks_own
-from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.check import check, planner_of
 from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.gpt_data import masks_documents
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.layers import tied
@@ -38,6 +37,7 @@ from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 from megatron.schedules.integration.vocabulary.parts import share_vocabulary
 from megatron.schedules.planner.layer_partition import as_layout
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.placement import Placement
 
 
@@ -61,6 +61,8 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
     if settings.dry_run is not None:
         dry_run(job, settings.dry_run)
+    if spec.recompute.granularity is None and args.recompute_granularity is not None:
+        leave_out_recompute(args)
     if standin.needed() and not standin.enabled():
         refuse(
             "no CUDA device here, and Megatron requires one: to try it on the CPU call "
@@ -81,8 +83,14 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if placement.chunks > 1:
         _set_chunks(args, placement, job.layers)
     session.hybrid_layers = job.layers if hybrid else None
-    session.args, session.spec, session.planner = args, spec, Planner(job)
+    session.args, session.plan, session.planner = args, job, planner_of(job)
     return result
+
+
+def leave_out_recompute(args: Any) -> None:
+    """Takes the flags of Megatron's own recompute back, because the plan goes without it."""
+    args.recompute_granularity = args.recompute_method = args.recompute_num_layers = args.recompute_modules = None
+    args.distribute_saved_activations = False
 
 
 def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> None:

@@ -11,23 +11,23 @@ from typing import NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.schedules.integration.flags.measuring import Measured
-from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.replan_checks import with_room_for
 from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
 from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.job.measuring import Measured
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_links
 from megatron.schedules.planner.adaptive import least_limit
+from megatron.schedules.planner.replanning import with_room_for
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.control_messages import ControlMessages
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.simulator import simulate
 
@@ -49,6 +49,7 @@ class JobReplan:
         measured: measurement that the job makes in any case; None for none.
         flags: iterations already done, and the last of this run.
         limit: memory limit that the user gave (possibly one that the job measures); None without one.
+        adopts: whether to switch to a better plan, or only to say what it would gain.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class JobReplan:
         measured: Measured | None,
         flags: RunFlags,
         limit: MemoryLimit | None,
+        adopts: bool,
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._function, self._profiler, self._iteration = planner, function, profiler, iteration
-        self._replanner = Replanner(planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=_say)
+        self._replanner = Replanner(
+            planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, adopts=adopts, say=_say
+        )
         self._profile: JobProfile | None = None
         self._request: Request | None = None
         self._slow, self._idle, self._end = slow, IdleWatch(), flags.end

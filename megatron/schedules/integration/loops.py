@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.background_plans import BackgroundPlans
-from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.check import check, planner_of
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.live import live_args
-from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
-from megatron.schedules.integration.flags.plan_lengths import attention_of
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.replan_checks import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
@@ -37,10 +34,15 @@ from megatron.schedules.integration.model_checks import refuse_unfit
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
+from megatron.schedules.job.job_costs import attention_of
+from megatron.schedules.job.measuring import Measured, measured_iterations
+from megatron.schedules.job.plan_job import JobPlan
+from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec, StockLayers
 from megatron.schedules.job.stage_layers import layers_by_stage, letters_by_stage
 from megatron.schedules.job.values import layers_choice, schedule_choice
-from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.planner.registry import AUTO, follows_costs
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.recorder import ProfilerRanges
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
@@ -51,10 +53,10 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
     """Returns the function that runs the call with these arguments; None if stock's own runs it."""
     if not session.has_schedule:
         return None
-    if session.spec is not None and session.planner is not None:
+    if session.plan is not None and session.planner is not None:
         if session.job is None:
-            refuse_unfit(listed(call["model"]), session.spec.settings.schedule)
-            session.job = _begun(session, session.spec, session.planner, session.args, session.iteration)
+            refuse_unfit(listed(call["model"]), session.plan.spec.settings.schedule)
+            session.job = _begun(session, session.plan, session.planner, session.args, session.iteration)
         return session.job.function
     chunks = listed(call["model"])
     if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
@@ -123,7 +125,7 @@ class LoopJob:
         asked = schedule_choice(FLAGS["schedule"], session.settings["pipeline_schedule"])
         refuse_unfit(chunks, asked, session.current_placement)
         args = live_args(session.settings, chunks, call)
-        job = check(args)
+        job = check(args, is_built=True)
         assert job is not None, "a schedule is given"
         placement = job.schedule.placement
         if placement.chunks != len(chunks):
@@ -134,8 +136,10 @@ class LoopJob:
         copies = tied.copies(chunks)
         if copies is not None and not torch.equal(*copies):
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
-        session.planner = Planner(job)
-        self._job = _begun(session, job.spec, session.planner, args, lambda: self._done + 1)
+        if job.spec.recompute.granularity is None and args.recompute_granularity is not None:
+            get_model_config(chunks[0]).recompute_granularity = None  # read in each forward
+        session.planner = planner_of(job)
+        self._job = _begun(session, job, session.planner, args, lambda: self._done + 1)
 
     def __call__(self, **call: Any) -> list[Any]:
         """Runs one call; arguments and results as in stock."""
@@ -144,11 +148,11 @@ class LoopJob:
         return results
 
 
-def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
+def _begun(session: Session, job: JobPlan, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
     """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
-    settings, flags = spec.settings, run_flags(args)
+    spec, settings, flags = job.spec, job.spec.settings, run_flags(args)
     off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
-    print_rank_0("\n".join([planner.summary(), found(), *off]))
+    print_rank_0("\n".join([summary(job), found(), *off]))
     measured = measured_iterations(settings.measuring, flags.train_iters)
     profiler = partial(Profiler, planner, flags.model, iteration)
     log = RunLog(planner, iteration, flags.log_interval)
@@ -178,15 +182,17 @@ def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iterati
         measured=measured,
         flags=flags,
         limit=settings.memory_limit,
+        adopts=settings.replans,
     )
     function.between = replan.boundary
     return RunningJob(function, log, replan)
 
 
 def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
-    """Returns whether the job replans after its ``first`` measurement, before the last iteration ``end`` of this run.
+    """Returns whether the job plans again after its ``first`` measurement, before the ``end`` of this run.
 
-    Logs it if no flag requests it, or if a flag requests it but it is impossible.
+    Without a flag, ``auto`` does so to say what a plan for measured costs would gain. Logs it then, and if a flag
+    requests it but it is impossible.
     """
     by_flag, needed = spec.settings.replans, first.last + UNTIL_NEW
     if by_flag and needed > end:
@@ -194,11 +200,14 @@ def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool
             f"pipeline schedule: the job does not plan again: it ends with iteration {end}, and a new order could run "
             f"from iteration {needed} on"
         )
-    by_itself = not by_flag and needed <= end and replans_by_itself(spec, planner.request)
+    settings, request = spec.settings, planner.request
+    follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
+    estimated = settings.schedule.name == AUTO and settings.costs is None and not settings.plan_lengths and follows
+    by_itself = not by_flag and needed <= end and estimated
     if by_itself:
         print_rank_0(
             f"pipeline schedule: {AUTO} has no measured costs: it measures iterations {first.counted} to {first.last}, "
-            "then plans again in the background"
+            f"and says what a plan for them would gain ({FLAGS['replan']} switches to it)"
         )
     return needed <= end and (by_flag or by_itself)
 

@@ -16,14 +16,14 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_operands import autocast_now
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.copies import copies_on
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 

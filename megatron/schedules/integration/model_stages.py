@@ -16,10 +16,10 @@ from megatron.schedules.integration.gradient_reduction import GradientReduction
 from megatron.schedules.integration.model_binding import Deferred
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
+from megatron.schedules.programs.program import Op, Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.behind_messages import ComingWeights, MessageBudget
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
-from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.recompute import WITHOUT_RECOMPUTE
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind

@@ -18,9 +18,8 @@ from megatron.core import parallel_state
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import EXPOSED, MessageWatch
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.measuring import Measured
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
+from megatron.schedules.job.measuring import Measured
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
@@ -32,13 +31,14 @@ from megatron.schedules.measure.measured_passes import (
 )
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.programs.program import Program
 from megatron.schedules.report.drawing import saved_timeline
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.recorder import ByteCounter, Message, Recorder, Span, StreamClock
 from megatron.schedules.schedule.kinds import KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Schedule

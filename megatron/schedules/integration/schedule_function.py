@@ -17,7 +17,6 @@ from megatron.schedules.integration.background_plans import BackgroundPlans, Pla
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
@@ -33,10 +32,11 @@ from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stage_inputs import StageInputs
 from megatron.schedules.integration.verification import Verification
 from megatron.schedules.integration.vocabulary.shared import Exchange
+from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.behind_messages import MessageBudget
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.position import PositionTracker
-from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.schedule.simulator import Timeline

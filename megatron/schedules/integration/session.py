@@ -16,15 +16,15 @@ from torch.nn import Module
 
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import RunningJob
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.values import schedule_choice
 from megatron.schedules.planner.adaptive import placements
 from megatron.schedules.planner.registry import Request, placement
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.utils.parsing import read_text
 
@@ -50,7 +50,7 @@ class Session:
         self.arguments, self.settings = arguments, settings_without_flags(arguments)
         self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
-        self.spec: JobSpec | None = None
+        self.plan: JobPlan | None = None
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
         self.args: Any = None
@@ -63,7 +63,7 @@ class Session:
     @property
     def has_schedule(self) -> bool:
         """True if a schedule is given, by a flag or without one."""
-        return self.spec is not None or "pipeline_schedule" in self.settings
+        return self.plan is not None or "pipeline_schedule" in self.settings
 
     def iteration(self) -> int:
         """Current iteration, as stock logs it."""

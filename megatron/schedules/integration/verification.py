@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.schedules.integration.call_state import Chunks, Replayed, captured, gradient_of, replayed
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.model_binding import ModelBinding
 from megatron.schedules.integration.rank_device import PeakReport
+from megatron.schedules.programs.program import Program
 from megatron.schedules.report.verification import Difference, RankResult, lines, passed
 from megatron.schedules.runtime.control_messages import of_all_ranks
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.simulator import Timeline
 
 _LOSS = "what the loss function returned"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.schedules.estimate.model_build import with_model
-from megatron.schedules.estimate.times import loads
+from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.measure.profile_facts import CopyRates, copy_time
+from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import printable
 
 
 def costs_of(spec: JobSpec, *, of_device: bool = False) -> Costs:
@@ -57,6 +59,47 @@ def rank_bytes(spec: JobSpec, costs: Costs) -> float | None:
     return profile.layer_bytes * profile.facts.layers / ranks if profile and profile.layer_bytes else None
 
 
+def attention_of(spec: JobSpec) -> tuple[float, float]:
+    """Attention's shares of an average layer's F and I at the full sequence length.
+
+    Raises:
+        PlanError: the model's sizes are unknown.
+    """
+    if spec.build is None:
+        flag = spec.flags["plan_lengths"]
+        raise PlanError(f"{flag} needs the model's sizes, to know what attention takes: give their flags")
+    return attention_shares(spec.build)
+
+
+def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
+    """Describes the costs that a job is planned with.
+
+    Args:
+        spec: the job.
+        costs: its costs.
+        layers: decoder layers of each stage, if they were partitioned.
+    """
+    choice = spec.settings.costs
+    if choice is not None and choice.file is not None:
+        said = f"{'costs' if spec.profile is None else 'measured times'} ({printable(choice.text)})"
+    elif choice is not None:
+        said = f"F,I,W {choice.text} as given"
+    else:
+        by = "by the model's arithmetic" if costs.model else "assumed"
+        said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
+    if costs.stage_weights is not None:
+        return f"{said}; stages' weights as given"
+    if costs.model is None:
+        return f"{said}; equal stages assumed"
+    last = costs.last_in_layers
+    where = f"; layers {as_layout(layers, spec.layers.ahead)}" if layers else ""
+    ahead = " with multi-token prediction" if spec.layers.ahead else ""
+    known = "" if last > 0.01 else ", its vocabulary not being known"
+    if costs.shared_vocabulary:
+        known = f", and shared with the embedding by {spec.sizes.pipeline} ranks"
+    return f"{said}; the output layer{ahead} counted as {last:.2g} decoder layers{known}{where}"
+
+
 def unknown_bytes(spec: JobSpec, flag: str, instead: str) -> PlanError:
     """Error for ``flag``, which compares bytes, without a model or a profile that counted them.
 
@@ -65,7 +108,7 @@ def unknown_bytes(spec: JobSpec, flag: str, instead: str) -> PlanError:
         flag: the flag and its value.
         instead: what works on the command line without bytes.
     """
-    if "model" not in spec.flags:
+    if spec.by_megatron:
         return PlanError(f"{flag} needs the model's sizes: give their flags")
     given = f"{spec.flags['model']} or a profile in {spec.flags['costs']} that counted bytes"
     return PlanError(f"{flag} needs bytes, from {given}: give one of these, or {instead}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.memory_limit import device_limit, with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage, wrong_layers
-from megatron.schedules.job.values import MemoryLimit, MemorySaving
+from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, stages
 from megatron.schedules.schedule.decisions import Decisions
@@ -55,21 +54,6 @@ def request_of(spec: JobSpec, device: float | None = None) -> LimitedRequest:
     """
     make = partial(_request_of, spec, device)
     return with_finer_chunks(spec.settings.schedule.chunks, make, lambda found: found.request)
-
-
-def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
-    """Yields the job with all choices that ``auto`` may make, then with fewer, and last as its flags say. All differ.
-
-    Recompute and other layer partitions leave results bitwise equal.
-    """
-    settings, stock = spec.settings, spec.layers
-    known = spec.model is not None
-    placed = saving = settings
-    if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)):
-        placed = saving = replace(settings, layers="auto")
-    if known and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
-        saving = replace(placed, saving=MemorySaving(recompute=True))
-    return (replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings)))
 
 
 def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) -> LimitedRequest:

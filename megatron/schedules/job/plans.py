@@ -7,23 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate.build_flags import numbers, stand_in, stock_recompute
-from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.model_build import rank_memory
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes, sizes_of
 from megatron.schedules.job import values
 from megatron.schedules.job.job_costs import costs_of
-from megatron.schedules.job.job_request import request_of
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.stage_layers import wrong_layers
-from megatron.schedules.planner.registry import AUTO, check_parts, with_parts
-from megatron.schedules.planner.service import Plan, make_plan
+from megatron.schedules.planner.registry import check_parts, with_parts
 from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.printable import counted
-from megatron.schedules.utils.progress import Progress, unheard
 
 
 def job_plans(
@@ -79,14 +75,7 @@ def job_plans(
         replace(job, settings=replace(settings, schedule=choice), csv=text)
         for choice, text in zip(choices, csvs, strict=True)
     ]
-    return JobPlans(list(map(_with_searched_layers, specs)), precision)
-
-
-def _with_searched_layers(spec: JobSpec) -> JobSpec:
-    """Returns the job with the layer partition that ``auto`` searches if no flag sets it."""
-    settings = spec.settings
-    searches = settings.schedule.name == AUTO and settings.layers is None and spec.knows_layers
-    return replace(spec, settings=replace(settings, layers="auto")) if searches else spec
+    return JobPlans(specs, precision)
 
 
 def _of_model(args: Any, microbatches: int) -> dict[str, Any]:
@@ -170,25 +159,24 @@ class JobPlans:
         """Activation memory of one microbatch on an average rank, bytes; 0 if unknown."""
         return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
 
-    def has_uneven_stages(self, plan: Plan) -> bool:
-        """True if the model's layers do not divide by the stages of ``plan``, and no flag places them."""
+    def has_uneven_stages(self, job: JobPlan) -> bool:
+        """True if the model's layers do not divide by the stages of ``job``, and no flag places them."""
         spec, shape = self.specs[0], self.specs[0].shape
-        if shape is None or plan.decisions.layers is not None:
+        if shape is None or job.plan.decisions.layers is not None:
             return False
-        return bool(wrong_layers(replace(spec.layers, count=shape.layers), plan.schedule.placement.stages))
+        return bool(wrong_layers(replace(spec.layers, count=shape.layers), job.schedule.placement.stages))
 
-    def plan(self, spec: JobSpec, progress: Progress = unheard) -> Plan:
-        """Plans ``spec``."""
-        return make_plan(request_of(spec).request, progress)
-
-    def compared(self, plan: Callable[[JobSpec], Plan] | None = None) -> Iterator[tuple[str, Plan | str, float | None]]:
+    def compared(
+        self, plan: Callable[[JobSpec], JobPlan] = plan_job
+    ) -> Iterator[tuple[str, JobPlan | str, float | None]]:
         """Yields each schedule's name, its plan or the reason why there is none, and its throughput relative to 1F1B.
 
+        The base is the job's own 1F1B: with its recompute, and with the layers that its flags set.
+
         Args:
-            plan: makes one plan, for example :meth:`plan` or a function that also shows progress.
+            plan: makes one plan, for example :func:`.plan_job` with something that shows progress.
         """
-        plan = plan or self.plan
-        baseline = plan(self.specs[0].under("1f1b")).iteration_time
+        baseline = plan(self.specs[0].under("1f1b")).plan.iteration_time
         for spec in self.specs:
             name = spec.settings.schedule.text
             try:
@@ -196,9 +184,4 @@ class JobPlans:
             except PlanError as error:
                 yield name, str(error), None
             else:
-                yield name, found, baseline / found.iteration_time
-
-    def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Memory of each rank in ``plan``; empty if bytes are unknown."""
-        model = self.specs[0].trained
-        return rank_memory(model, plan.schedule, plan.costs, plan.request) if model and self.knows_bytes else ()
+                yield name, found, baseline / found.plan.iteration_time

@@ -176,6 +176,7 @@ class JobSpec:
         model: the model; None if a checkpoint has its sizes, or before it is read.
         hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag; None if they do
             wherever the costs contain such messages.
+        is_built: whether the model is built already, so that only what Megatron reads in each forward may change.
         stock: Megatron's other arguments, for rules about single arguments.
         flags: the user's flag for each part of a request, for errors; see :meth:`.PlanError.told`.
     """
@@ -193,8 +194,14 @@ class JobSpec:
     cost_file: Profile | CustomCosts | None = None
     model: Model | None = None
     hides_messages: bool | None = None
+    is_built: bool = False
     stock: StockFlags = field(default_factory=StockFlags)
     flags: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def by_megatron(self) -> bool:
+        """True if Megatron's arguments describe the job, so that their rules hold; false without a job to train."""
+        return "model" not in self.flags
 
     @property
     def profile(self) -> Profile | None:

@@ -32,13 +32,17 @@ def explanation(
     limit, ranks = request.memory_limit, request.ranks
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
-    used = f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
-    used += "" if peak_bytes is None else f", {peak_bytes / 2**30:.2f} GiB"
-    within = "" if limit is None else f", within the limit of {percent(limit, 1)}"
-    counted_too = f"; {percent(timeline.limit / ranks, 1)} with what a rank's parameters take above the average"
+    size = request.limit_bytes
+    within = "" if limit is None else f", within the limit of {percent(limit, 1) if size is None else _gib(size)}"
+    share = f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
+    used = share + within if peak_bytes is None else f"{_gib(peak_bytes)}{within}; {share}"
+    counted_too = ""
+    if peak_bytes is not None and timeline.limit > timeline.peak * (1 + _SAME):
+        more = timeline.limit / timeline.peak * peak_bytes
+        counted_too = f"; {_gib(more)} with what its parameters take above the average"
     lines = [
         f"Schedule: {_chosen(timeline, request)}.",
-        f"Activation memory: {used}{within}{counted_too if timeline.limit > timeline.peak * (1 + _SAME) else ''}.",
+        f"Activation memory: {used}{counted_too}.",
         f"Bubble: {percent(timeline.bubble, 1)}{said}.",
     ]
     if limit is not None:
@@ -49,6 +53,10 @@ def explanation(
             f"{percent(vocabulary_gain, 0)} shorter (flag vocabulary-parallel)."
         )
     return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _against_named(timeline: Timeline, fitting: list[Timeline]) -> str:

@@ -12,7 +12,7 @@ from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.kinds import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.json_files import decode, encode
@@ -91,6 +91,16 @@ def read_rows(csv: str, current: Schedule) -> Schedule:
     schedule = replace(current, order=rows)
     validate(schedule)
     return schedule
+
+
+def with_room_for(running: Timeline, request: Request) -> Request:
+    """Limits ``request`` of a job without a memory limit to the measured memory of its plan ``running``.
+
+    Otherwise the replacement plan could be slower, only because passes use more memory than assumed.
+    """
+    if request.memory_limit is None:
+        return request
+    return replace(request, memory_limit=max(request.memory_limit, running.limit / request.ranks))
 
 
 def digest(csv: str, placement: Placement, request: Request) -> str:

@@ -76,6 +76,14 @@ class Request:
             return None
         return memory.of_rank(self.ranks) * max(whole_peaks(timeline.schedule, timeline.costs))
 
+    @property
+    def limit_bytes(self) -> float | None:
+        """The memory limit of a rank's activations, bytes; None without a limit, or if sizes are unknown."""
+        memory = self.costs.memory
+        if self.memory_limit is None or memory is None or self.costs.model is None:
+            return None
+        return self.memory_limit * self.ranks * memory.of_rank(self.ranks)
+
     def allows(self, timeline: Timeline) -> bool:
         """Checks that a schedule by name keeps within the memory limit.
 

@@ -24,6 +24,7 @@ class Row:
         throughput: microbatches per second over those of 1F1B; None without figures.
         memory: bytes of each sort on the rank with the most memory, and their sum; empty unless compared with a device.
         fits: true if they fit the device; None unless compared with one.
+        layers: number of layers of a stage, or the fewest and the most; empty if the model is unknown.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Row:
     throughput: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
     fits: bool | None = None
+    layers: str = ""
 
 
 _Column = tuple[tuple[str, str], Callable[[Row, Figures], str]]
@@ -107,6 +109,7 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                     "peak_memory": found.peak,
                     "memory_of_1f1b": found.share,
                     "chunks": found.chunks,
+                    **({"layers": row.layers} if row.layers else {}),
                     "throughput_of_1f1b": row.throughput,
                     "makespan": found.makespan,
                     "recomputed": found.recomputed,
@@ -146,6 +149,8 @@ def _columns(rows: Sequence[Row]) -> Iterator[_Column]:
         yield ("peak memory", "GiB"), lambda row, each: gib(each.peak_bytes)
     yield ("of 1F1B's", "memory"), lambda row, each: percent(each.share, 1)
     yield ("chunks", "a rank"), lambda row, each: str(each.chunks)
+    if any(row.layers for row in rows):
+        yield ("layers", "a stage"), lambda row, each: row.layers
     yield ("throughput", "to 1F1B's"), lambda row, each: "" if row.throughput is None else f"{row.throughput:.3f}"
     if any(each.recomputed or each.copying for each in found):
         yield ("recomputed", "of computing"), lambda row, each: percent(each.recomputed, 1)

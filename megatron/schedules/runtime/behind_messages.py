@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import takewhile
 
-from megatron.schedules.runtime.program import Action, Program
+from megatron.schedules.programs.program import Action, Program
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.stage_costs import StageCosts
 

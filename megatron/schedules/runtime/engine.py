@@ -7,8 +7,7 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from megatron.schedules.runtime.position import End, PositionTracker
-from megatron.schedules.runtime.program import (
+from megatron.schedules.programs.program import (
     COLLECTIVES,
     RECEIVES,
     SENDS,
@@ -20,6 +19,7 @@ from megatron.schedules.runtime.program import (
     Result,
     Slot,
 )
+from megatron.schedules.runtime.position import End, PositionTracker
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
 from megatron.schedules.schedule.kinds import Kind

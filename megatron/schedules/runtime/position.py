@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.schedules.runtime.program import SENDS, Instruction, Program, computes
+from megatron.schedules.programs.program import SENDS, Instruction, Program, computes
 
 
 class End(Enum):

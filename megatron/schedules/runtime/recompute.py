@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from megatron.schedules.programs.program import ProgramError
 from megatron.schedules.runtime.graph_edge import edge_of
-from megatron.schedules.runtime.program import ProgramError
 
 Restore = Callable[[], AbstractContextManager[None]]
 CaptureState = Callable[[], Restore]

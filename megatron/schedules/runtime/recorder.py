@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.schedules.programs.program import Action
 from megatron.schedules.runtime.engine import Observer
-from megatron.schedules.runtime.program import Action
 from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Resource, using
 
 # A copy to the host begins with the end of the pass that it needs.

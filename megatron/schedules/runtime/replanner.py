@@ -47,6 +47,7 @@ class Replanner:
         plans: this rank's.
         messages: from the first rank.
         first: whether this is the first rank.
+        adopts: whether to switch to a better plan; otherwise only says what it would gain.
         say: prints a line; called on all ranks alike.
         exchange: gathers a text of each rank; collective.
     """
@@ -57,10 +58,12 @@ class Replanner:
         messages: ControlMessages,
         *,
         first: bool,
+        adopts: bool = True,
         say: Callable[[str], None],
         exchange: Callable[[str], list[str]] = of_all_ranks,
     ) -> None:
         self._plans, self._messages, self._first, self._say, self._exchange = plans, messages, first, say, exchange
+        self._adopts = adopts
         self._now = self._started = self._round = 0
         self._request: Request | None = None
         self._search: BackgroundPlan | None = None
@@ -129,6 +132,11 @@ class Replanner:
                 f"{100 * found.before.bubble:.1f} %"
             )
             return
+        change = f"{found.before.makespan:.1f} -> {found.after.makespan:.1f} ms expected"
+        bubble = f"bubble {100 * found.before.bubble:.1f} -> {100 * found.after.bubble:.1f} %"
+        if not self._adopts:
+            self._say(f"a plan for the measured times would be better: iteration {change}, {bubble}")
+            return
         fault, mark, taken = "", "", None
         try:
             schedule = read_rows(found.csv, running)
@@ -144,9 +152,8 @@ class Replanner:
         self._plans.adopt(request, schedule, proved)
         limit = "" if request.memory_limit is None else f", within {request.memory_limit:.3g} of 1F1B's memory"
         self._say(
-            f"replanned: iteration {found.before.makespan:.1f} -> {found.after.makespan:.1f} ms expected, bubble "
-            f"{100 * found.before.bubble:.1f} -> {100 * found.after.bubble:.1f} %; {moved(running, schedule)} of "
-            f"{sum(map(len, running.order))} passes were moved{limit}"
+            f"replanned: iteration {change}, {bubble}; {moved(running, schedule)} of {sum(map(len, running.order))} "
+            f"passes were moved{limit}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.schedules.runtime.program import Op, ProgramError
+from megatron.schedules.programs.program import Op, ProgramError
 
 
 class Stages(Protocol):

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from megatron.schedules.programs.program import COLLECTIVES, RECEIVES, SENDS, Op
 from megatron.schedules.runtime.position import End, Position, PositionTracker
-from megatron.schedules.runtime.program import COLLECTIVES, RECEIVES, SENDS, Op
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.utils.errors import one_line
 

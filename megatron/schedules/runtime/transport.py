@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from megatron.schedules.programs.program import SENDS_IN_FLIGHT, Channel
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
-from megatron.schedules.runtime.program import SENDS_IN_FLIGHT, Channel
 
 
 class MessageSpec(NamedTuple):

@@ -66,6 +66,11 @@ class Timeline:
         return sum(self._busy) / self.schedule.ranks
 
     @cached_property
+    def least_bubble(self) -> float:
+        """Bubble of every order in which the rank that computes most is never idle; 0 for even ranks."""
+        return 1 - self.ideal / max(self._busy)
+
+    @cached_property
     def _busy(self) -> list[float]:
         """Computing time of each rank, without copies."""
         return [sum(map(sub, ends, starts)) for starts, ends in zip(self.start, self.end, strict=True)]

@@ -17,8 +17,12 @@ from megatron.schedules.planner.registry import CHOICES, check_parts
 from megatron.schedules.utils.errors import PlanError
 
 
-def spec_of(args: Any) -> JobSpec:
+def spec_of(args: Any, *, is_built: bool = False) -> JobSpec:
     """Returns the job in ``args``, which must have a schedule. Model and files are read later by :func:`completed`.
+
+    Args:
+        args: Megatron's arguments.
+        is_built: whether the model is built already.
 
     Raises:
         PlanError: a flag cannot be read; the error names it.
@@ -36,6 +40,7 @@ def spec_of(args: Any) -> JobSpec:
         args.make_vocab_size_divisible_by,
         iterations=getattr(args, "train_iters", None),
         hides_messages=bool(args.overlap_moe_expert_parallel_comm),
+        is_built=is_built,
         stock=_stock_flags(args),
         flags=FLAGS,
     )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.integration.linears.local import output_layers
 from megatron.schedules.integration.log.rank_lines import print_rank_0
@@ -29,12 +28,13 @@ from megatron.schedules.measure.iteration_summary import (
     rank_times,
 )
 from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
+from megatron.schedules.programs.program import Program
 from megatron.schedules.report.figures import amount
 from megatron.schedules.report.first_iteration import Expected, Seen, lines
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
 from megatron.schedules.schedule.simulator import Timeline
 

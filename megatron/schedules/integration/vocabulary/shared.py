@@ -17,8 +17,8 @@ from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statist
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
 from megatron.schedules.integration.vocabulary.user_step import EarlyTokens, LateLosses
+from megatron.schedules.programs.program import Op
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.program import Op
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
 
-from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.job.flags import TRAINING
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import make_folder, objection
 
 # Late enough for caches and kernels to have settled. Bytes are counted in the first, the others are timed.
 _FIRST, _LAST = 3, 5
+_FLAG = f"{TRAINING}measure"
 COSTS = "costs.json"
 
 
@@ -49,7 +50,7 @@ def measured_iterations(how: Measuring | None, iterations: int | None) -> Measur
     counted, last = how.iterations or _usual_iterations(iterations)
     if iterations and last > iterations:
         raise PlanError(
-            f"{FLAGS['measure']} {how.folder}:{counted}-{last} goes on after the job's end: --train-iters is "
+            f"{_FLAG} {how.folder}:{counted}-{last} goes on after the job's end: --train-iters is "
             f"{iterations}; end it by then"
         )
     return Measured(counted, last, how.folder / COSTS, how.folder)
@@ -59,7 +60,7 @@ def _usual_iterations(iterations: int | None) -> tuple[int, int]:
     """Default measured iterations, at latest the job's last ones."""
     end = iterations or _LAST
     if end < 2:
-        raise PlanError(f"{FLAGS['measure']} takes two iterations, and --train-iters is {end}: train for more")
+        raise PlanError(f"{_FLAG} takes two iterations, and --train-iters is {end}: train for more")
     last = min(_LAST, end)
     return min(_FIRST, last - 1), last
 
@@ -72,7 +73,7 @@ def check_folder(folder: Path) -> None:
     """
     if os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0":
         return
-    said = f"{FLAGS['measure']} {folder}:"
+    said = f"{_FLAG} {folder}:"
     try:
         make_folder(folder)
         with TemporaryFile(dir=folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron.schedules.runtime.program import SENDS, Channel, Program
+from megatron.schedules.programs.program import SENDS, Channel, Program
 
 
 def messages(programs: Iterable[Program]) -> Counter[Channel]:

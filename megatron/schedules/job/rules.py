@@ -5,33 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
 
-def refusal(spec: JobSpec, schedule: Schedule) -> str:
-    """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work."""
-    job = _Job(spec, schedule)
+def refusal(spec: JobSpec, schedule: Schedule, engine_fault: str = "") -> str:
+    """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work.
+
+    Args:
+        spec: the job.
+        schedule: its plan.
+        engine_fault: see :func:`unsplittable`.
+    """
+    job = _Job(spec, schedule, engine_fault)
     return next(filter(None, (rule(job) for rule in _RULES)), "")
 
 
-def unsplittable(spec: JobSpec) -> str:
-    """Reason why a schedule cannot split the backward of the job's linears; empty if it can."""
+def unsplittable(spec: JobSpec, engine_fault: str = "") -> str:
+    """Reason why a schedule cannot split the backward of the job's linears; empty if it can.
+
+    Args:
+        spec: the job.
+        engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
+    """
     used = spec.stock.transformer_impl
     if used == "local":
         return ""
-    if used == "transformer_engine":
-        fault = te_fault() if spec.settings.dry_run is None else None
-    else:
-        fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
-    if fault is None:
+    if used != "transformer_engine":
+        engine_fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
+    if not engine_fault:
         return ""
     return (
-        f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local, "
+        f"does not work with --transformer-impl {used} here: {engine_fault}; use --transformer-impl local, "
         "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
     )
 
@@ -39,6 +46,7 @@ def unsplittable(spec: JobSpec) -> str:
 class _Job(NamedTuple):
     spec: JobSpec
     schedule: Schedule
+    engine_fault: str
 
 
 _Rule = Callable[[_Job], str]
@@ -50,7 +58,7 @@ class _When(NamedTuple):
 
     Args:
         holds: returns whether the condition is true.
-        words: the condition in a refusal's text.
+        words: the condition in a refusal's text, with the parts of a request in braces for their flags.
     """
 
     holds: Callable[[_Job], bool]
@@ -73,7 +81,7 @@ _TWICE = _When(lambda job: _RECOMPUTE.holds(job) and job.spec.recompute.granular
 _DELAYED_RECOMPUTE = _When(
     lambda job: _RECOMPUTE.holds(job) and job.spec.stock.fp8_recipe == "delayed", _RECOMPUTE.words
 )
-_VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, f"with {FLAGS['shared_vocabulary']} ")
+_VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, "with {shared_vocabulary} ")
 _WORDS_IN_OLD_FORMAT = _When(
     lambda job: _VOCABULARY.holds(job) and job.spec.stock.checkpoint_format == "torch", _VOCABULARY.words
 )
@@ -92,7 +100,7 @@ def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "") -> _Rul
 
     def rule(job: _Job) -> str:
         wrong = name in job.spec.stock.given and when.holds(job)
-        return f"{when.words}does not work with {written}: {why}" if wrong else ""
+        return f"{when.words.format_map(job.spec.flags)}does not work with {written}: {why}" if wrong else ""
 
     return rule
 
@@ -107,7 +115,7 @@ def _layers(job: _Job) -> str:
     can_be = wrong and partitioned and (stock.count or 0) >= placement.stages
     if can_be and stock.pattern is not None:
         return f"{wrong}; or write | between the stages"
-    return f"{wrong}; or give {FLAGS['layers']} auto, which divides any number of layers" if can_be else wrong
+    return f"{wrong}; or give {job.spec.flags['layers']} auto, which divides any number of layers" if can_be else wrong
 
 
 def _ends(job: _Job) -> str:
@@ -121,7 +129,7 @@ def _ends(job: _Job) -> str:
 
 
 def _linears(job: _Job) -> str:
-    return unsplittable(job.spec) if _SPLIT.holds(job) else ""
+    return unsplittable(job.spec, job.engine_fault) if _SPLIT.holds(job) else ""
 
 
 def _fp8_recipe(job: _Job) -> str:
@@ -160,9 +168,9 @@ def _words(job: _Job) -> str:
     words = job.spec.vocabulary
     if not _VOCABULARY.holds(job) or words is None or job.spec.divisible(words) == words:
         return ""
-    across = job.spec.sizes.tensor * job.spec.sizes.pipeline
+    across, given = job.spec.sizes.tensor * job.spec.sizes.pipeline, _VOCABULARY.words.format_map(job.spec.flags)
     return (
-        f"{_VOCABULARY.words}has {words} words as padded, which do not divide by tensor x pipeline parallel = "
+        f"{given}has {words} words as padded, which do not divide by tensor x pipeline parallel = "
         f"{across}: give --vocab-size or a tokenizer, and leave out what says the padded size"
     )
 

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.runtime.program import (
+from megatron.schedules.programs.program import (
     COLLECTIVES,
     MESSAGES,
     RECEIVES,

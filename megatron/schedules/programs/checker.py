@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron.schedules.runtime.program import (
+from megatron.schedules.programs.program import (
     ADDS_GRADIENTS,
     COLLECTIVES,
     MESSAGES,

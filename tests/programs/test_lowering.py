@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from tests.counting import lines_run
-from tests.runtime.messages import messages
-from tests.runtime.random_schedules import forwards_of, random_schedule
+from tests.programs.messages import messages
+from tests.programs.random_schedules import forwards_of, random_schedule
 
 SENDS = (Op.SEND_F, Op.SEND_B)
 RECEIVES = (Op.RECV_F, Op.RECV_B)

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Action, Op, Program, ProgramError
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Action, Op, Program, ProgramError
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
-from tests.runtime.messages import messages
-from tests.runtime.random_schedules import random_schedule
+from tests.programs.messages import messages
+from tests.programs.random_schedules import random_schedule
 
 _FORM = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.schedules.integration.flags.check import PlannedJob, made
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.forward_only import forward_only as all_forwards
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
 from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import Plan
 from megatron.schedules.planner.whole_backwards import references
-from megatron.schedules.report.figures import amount
-from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
@@ -23,29 +23,29 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
-from megatron.schedules.utils.printable import counted
 
 
 class Planner:
-    """Makes each plan once. Planning is deterministic: every rank plans for itself, or reads a plan from the cache.
-
-    Creation proves that the programs of the first plan finish, before any process group exists.
+    """Makes the plan and the programs for each number of microbatches once.
 
     Args:
-        job: plan for the number of microbatches in the flags.
+        request: request of the first plan, with its decisions settled.
+        schedule: the first plan, for the number of microbatches in the flags.
+        programs: its programs, proved to end.
+        make: makes the other plans.
     """
 
-    def __init__(self, job: PlannedJob) -> None:
-        schedule = job.schedule
+    def __init__(
+        self, request: Request, schedule: Schedule, programs: tuple[Program, ...], make: Callable[[Request], Plan]
+    ) -> None:
         # The number of microbatches may change during a run, the position of its stages may not.
-        self._request = replace(job.request, placement=schedule.placement)
+        self._request, self._make = replace(request, placement=schedule.placement), make
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool, int], Program] = {}
         self._timelines: dict[int, Timeline] = {}
         self._microbatches = schedule.microbatches  # of the last training call
         self.first = schedule
-        self._first_programs = self._proved(schedule.microbatches, forward_only=False)
-        self._assumed, self._explanation = job.assumed, job.explanation
+        self._first_programs = programs
         self.messages = tuple(program.messages_held for program in self._first_programs)  # maximum, by rank
 
     @property
@@ -70,7 +70,8 @@ class Planner:
     def schedule(self, num_microbatches: int) -> Schedule:
         """Schedule of all ranks for ``num_microbatches`` in training."""
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = made(replace(self._request, microbatches=num_microbatches)).schedule
+            plan = self._make(replace(self._request, microbatches=num_microbatches))
+            self._schedules[num_microbatches] = plan.schedule
         return self._schedules[num_microbatches]
 
     @property
@@ -192,27 +193,6 @@ class Planner:
         else:
             schedule = all_forwards(self.placement, num_microbatches, request.costs, request.decisions)
         return _checked(schedule, request.costs_on(self.placement))
-
-    def summary(self) -> str:
-        """Log lines about the plan: its bubble, its memory, and the costs used for planning."""
-        timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
-        name, request, peak = self.first.name, self._request, self.peak_bytes(timeline)
-        if request.schedule == "adaptive":
-            name = f"adaptive: {name}, within {request.memory_limit:.3g} of 1F1B's memory"
-        lines = [
-            f"{name}, {d} ranks, {counted(n, 'microbatch')}, planned bubble {100 * timeline.bubble:.1f} %, "
-            f"planned peak activation memory {100 * timeline.peak / d:.1f} % of 1F1B"
-            f"{'' if peak is None else f', {amount(peak)}'}, and {counted(max(self.messages), 'message')} at most",
-            *([f"planned for {self._assumed}"] if self._assumed else []),
-            *self._explanation.splitlines(),
-        ]
-        hidden, exposed = timeline.messages
-        if hidden + exposed:
-            lines[1:1] = [
-                f"messages of experts take {100 * (hidden + exposed):.1f} % of an average rank's time: "
-                f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
-            ]
-        return "\n".join(f"pipeline schedule: {line}" for line in lines)
 
 
 def _checked(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:

@@ -1,0 +1,45 @@
+"""The machine that a job runs on, or that a dry run assumes."""
+
+from __future__ import annotations
+
+from megatron.schedules.integration.flags.environment import whole_variable
+from megatron.schedules.integration.gpu_libraries import te_fault
+from megatron.schedules.job.plan_job import Machine
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.runtime.free_host_memory import available_host_bytes
+from megatron.schedules.utils.late_imports import TooEarlyError, after_megatron
+
+
+def machine_of(spec: JobSpec) -> Machine:
+    """Returns what the plan of a job in training, or in a dry run, has to keep within.
+
+    Raises:
+        PlanError: the job measures its memory limit, and its devices cannot be asked for it.
+        TooEarlyError: it asks a device or a library, which Megatron's import brings.
+    """
+    settings = spec.settings
+    if settings.dry_run is not None:
+        return Machine(settings.dry_run.device_bytes)
+    if settings.measures_limit:  # checked before a long search
+        after_megatron("megatron.schedules.integration.rank_device").can_be_measured()
+    return Machine(
+        _device_bytes(spec),
+        available_host_bytes(),
+        whole_variable("LOCAL_WORLD_SIZE", 1),
+        (te_fault() or "") if spec.stock.transformer_impl == "transformer_engine" else "",
+    )
+
+
+def _device_bytes(spec: JobSpec) -> float | None:
+    """Memory of this rank's device, bytes, if the plan depends on it, or a hint about recompute does."""
+    keeps_within = spec.settings.schedule.name == AUTO and spec.settings.memory_limit is None
+    if not keeps_within and spec.recompute.granularity is None:
+        return None
+    try:
+        size: float | None = after_megatron("megatron.schedules.integration.rank_device").device_bytes()
+    except TooEarlyError:
+        if keeps_within:
+            raise
+        return None
+    return size

@@ -1,0 +1,167 @@
+"""Checks of a job's flags that need no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.schedules.estimate.build import Shape
+from megatron.schedules.job.job_costs import attention_of
+from megatron.schedules.job.measuring import measured_iterations
+from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.values import MemorySaving
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.planner.registry import check_parts, follows_costs, names_following_costs
+from megatron.schedules.utils.errors import PlanError
+
+# Stock's flags that cannot be combined with plans for lengths, and why.
+_NOT_WITH_LENGTHS = {
+    "iterations_to_skip": "samples are read an iteration ahead; leave one of the two out",
+    "hybrid_context_parallel": "it deals sequences out itself; leave one of the two out",
+    "phase_transition_iterations": "samples of the next phase cannot be read ahead; leave one of the two out",
+}
+
+
+def validate(spec: JobSpec) -> None:
+    """Runs the checks that need neither the model nor a plan.
+
+    Raises:
+        PlanError: a flag is wrong; the error names it.
+    """
+    settings, size, flags = spec.settings, spec.sizes.pipeline, spec.flags
+    if "yaml_cfg" in spec.stock.given:
+        raise PlanError(f"{flags['schedule']} does not work with --yaml-cfg: Megatron drops every other flag then")
+    check_parts(settings.parts, [settings.schedule.name], flags)
+    if size < 2:
+        raise PlanError(
+            f"{flags['schedule']} {settings.schedule.name} needs {flags['ranks']} 2 or more, not {size}; "
+            "leave the flag out to run without a pipeline"
+        )
+    if spec.layers.pattern is not None:
+        _check_hybrid(spec)
+    if settings.plan_lengths:
+        _check_plan_lengths(spec)
+    measured_iterations(settings.measuring, spec.iterations)
+    check_replan(settings, flags)
+    if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
+        given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
+        raise PlanError(
+            f"{flags['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split, and "
+            "every | in --hybrid-layer-pattern"
+        )
+
+
+def check_replan(settings: Settings, flags: Mapping[str, str]) -> None:
+    """Refuses replanning if no measurement can change the order.
+
+    Raises:
+        PlanError: the error names the flag.
+    """
+    name = settings.schedule.name
+    if settings.replans and not follows_costs(name, shared_vocabulary=settings.vocabulary_parallel):
+        raise PlanError(
+            f"{flags['replan']} with {flags['schedule']} {name} would change nothing: its order does not "
+            f"depend on costs; leave the flag out, or use one of {', '.join(names_following_costs())}"
+        )
+
+
+def check_model(spec: JobSpec) -> None:
+    """Checks that the model's sizes are known to the flags that need them, and that the cost file is of this model.
+
+    Args:
+        spec: a job in training, with its model and its cost file.
+
+    Raises:
+        PlanError: a flag is wrong; the error names it.
+    """
+    shape, settings, custom, flags = spec.shape, spec.settings, spec.custom_costs, spec.flags
+    saving, file = settings.saving, settings.costs and settings.costs.file
+    if settings.plan_lengths:
+        attention_of(spec)
+    if settings.vocabulary_parallel and (shape is None or not shape.vocabulary):
+        raise PlanError(f"{flags['shared_vocabulary']} needs the model's sizes, its vocabulary's too: give their flags")
+    if spec.profile is not None and shape is not None and (fault := _fault(spec.profile.facts, spec, shape)):
+        raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
+    if custom is not None and custom.stage_weights is not None and settings.vocabulary_parallel:
+        raise PlanError(f"{flags['shared_vocabulary']} plans by the model: leave $.stage_weights out of {file}")
+    if custom is not None and custom.of_memory and shape is not None:
+        raise PlanError(
+            f"$.{custom.of_memory[0]} in {file} is for megatron-schedules: in training the model's sizes say what is "
+            "held; leave it out",
+            "costs_file",
+        )
+    flag = flags["recompute" if saving.recompute else "offload"]
+    if saving.recompute and spec.recompute.granularity == "full":
+        raise PlanError(
+            f"{flag} does not go with --recompute-granularity full: both recompute whole layers; leave one of them out"
+        )
+    if (saving.recompute or saving.offload) and spec.model is None:
+        raise PlanError(f"{flag} needs the model's sizes: give their flags")
+
+
+def _check_hybrid(spec: JobSpec) -> None:
+    """Refuses flags that need time and memory of each layer, which are not estimated for hybrid models."""
+    settings, flags = spec.settings, spec.flags
+    limit, dry_run = settings.memory_limit, settings.dry_run
+    needing = {
+        flags["shared_vocabulary"]: settings.vocabulary_parallel,
+        flags["save_memory"]: settings.saving != MemorySaving(),
+        flags["plan_lengths"]: settings.plan_lengths,
+        f"{flags['layers']} auto": settings.layers == "auto",
+        f"{flags['memory_limit']} in GiB": limit is not None and limit.size is not None,
+        f"{flags['dry_run']} with the memory of a GPU": dry_run is not None and dry_run.device_bytes is not None,
+    }
+    for flag, is_given in needing.items():
+        if is_given:
+            raise PlanError(
+                f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
+                "estimated; leave the flag out"
+            )
+
+
+def _check_plan_lengths(spec: JobSpec) -> None:
+    """Refuses plans for lengths where they cannot work."""
+    settings, stock, flags = spec.settings, spec.stock, spec.flags
+    flag = flags["plan_lengths"]
+    for name, why in _NOT_WITH_LENGTHS.items():
+        if name in stock.given:
+            raise PlanError(f"{flag} does not go with --{name.replace('_', '-')}: {why}")
+    if stock.dataloader_type == "external":
+        raise PlanError(f"{flag} does not go with --dataloader-type external: its state would be an iteration ahead")
+    if spec.sizes.expert > 1:
+        raise PlanError(
+            f"{flag} does not go with --expert-model-parallel-size above 1: replicas that share experts would run "
+            "different orders; leave one of the two out"
+        )
+    if settings.vocabulary_parallel:
+        raise PlanError(
+            f"{flag} does not go with {flags['shared_vocabulary']}: ranks meet over microbatches of one shape; leave "
+            "one of the two out"
+        )
+    if settings.saving != MemorySaving():
+        raise PlanError(f"{flag} does not go with {flags['save_memory']} so far: leave one of the two out")
+    for other, is_given in ((flags["measure"], settings.measuring is not None), (flags["replan"], settings.replan)):
+        if is_given:
+            raise PlanError(
+                f"{flag} does not go with {other}: every iteration has a plan of its own; measure a job of even "
+                f"lengths, and give the costs that it wrote to {flags['costs']}"
+            )
+    if settings.measures_limit:
+        raise PlanError(f"{flag} does not go with {flags['memory_limit']} auto: give a number")
+
+
+def _fault(facts: Facts, spec: JobSpec, shape: Shape) -> str:
+    """Difference between the profile's model and the job's; empty without one."""
+    pairs: dict[str, tuple[Any, Any]] = {
+        "--num-layers": (facts.layers, shape.layers),
+        "--hidden-size": (facts.hidden_size, shape.hidden),
+        "--num-attention-heads": (facts.heads, shape.heads),
+        "--seq-length": (facts.sequence_length, shape.sequence),
+        "--micro-batch-size": (facts.micro_batch_size, spec.batch.micro),
+        "--tensor-model-parallel-size": (facts.tensor_parallel, spec.sizes.tensor),
+        "--context-parallel-size": (facts.context_parallel, spec.sizes.context),
+    }
+    if facts.recompute is not None:
+        pairs["--recompute-granularity"] = (facts.recompute, spec.recompute.granularity)
+    return ", ".join(f"{flag} {was}, not {now}" for flag, (was, now) in pairs.items() if was != now)

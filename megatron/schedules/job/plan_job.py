@@ -1,0 +1,332 @@
+"""The one way from a job's description to its plan, for the command line, Python, dry runs and training alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.model_build import MESSAGES, StockRecompute, rank_memory
+from megatron.schedules.job.checks import validate
+from megatron.schedules.job.job_costs import assumed
+from megatron.schedules.job.job_request import LimitedRequest, request_of
+from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.rules import refusal, unsplittable
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.stage_layers import layers_by_stage
+from megatron.schedules.job.values import MemorySaving
+from megatron.schedules.planner.registry import AUTO, Request
+from megatron.schedules.planner.service import Plan, make_plan, or_named
+from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.program import Program
+from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.host_memory import taken
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import percent
+
+Make = Callable[[Request], Plan]
+"""Makes a plan, and may show how far it is."""
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan has to keep within.
+
+    Args:
+        device: memory of a device, bytes; None if unknown.
+        host: free memory of a host, bytes; None if unknown.
+        ranks_on_host: ranks that share the host's memory.
+        engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
+    """
+
+    device: float | None = None
+    host: float | None = None
+    ranks_on_host: int = 1
+    engine_fault: str = ""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job and its plan.
+
+    Args:
+        spec: the job, with everything that ``auto`` chose.
+        plan: its plan.
+        left_out: a sentence about Megatron's own recompute, if the plan goes without it or could; empty otherwise.
+    """
+
+    spec: JobSpec
+    plan: Plan
+    left_out: str = field(default="", compare=False)
+
+    @property
+    def request(self) -> Request:
+        """Request of the plan, with layer partition, recompute and offload settled."""
+        return self.plan.request
+
+    @property
+    def schedule(self) -> Schedule:
+        """Order of the passes."""
+        return self.plan.schedule
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage."""
+        return self.request.decisions.layers or layers_by_stage(self.spec.layers, self.schedule.placement.stages)
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Program of each rank, proved to end."""
+        programs = lower(self.schedule, self.plan.costs)
+        check(programs)
+        return programs
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """Largest number of messages that each rank holds."""
+        return tuple(program.messages_held for program in self.programs)
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Memory of each rank; empty if bytes are unknown."""
+        model, custom, request = self.spec.trained, self.spec.custom_costs, self.request
+        counts = request.layers_on(self.schedule.placement)
+        if model is None or counts is None or request.costs.memory is None or (custom and custom.of_memory):
+            return ()
+        return rank_memory(model, self.schedule, self.plan.costs, request, self.messages)
+
+    @property
+    def worst(self) -> int:
+        """Rank with the highest device memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].device)
+
+    @property
+    def assumed(self) -> str:
+        """Describes the costs, and what is recomputed and offloaded, in one line."""
+        said = assumed(self.spec, self.request.costs, self.request.decisions.layers)
+        return said + _savings(self.request.decisions, _host_bytes(self))
+
+
+def plan_job(spec: JobSpec, machine: Machine | None = None, make: Make = make_plan) -> JobPlan:
+    """Plans a job, after :func:`.checks.validate` has accepted it.
+
+    ``auto`` may partition the layers, recompute, and offload where copies are measured, if no flag decides that.
+    Megatron's own recompute in its flags then means that memory was short: the plan takes as much recompute as the
+    memory needs. Gradients stay bitwise equal.
+
+    Args:
+        spec: the job, with its model, CSV and cost file.
+        machine: what the plan has to keep within; None if nothing is known.
+        make: makes each plan.
+
+    Raises:
+        PlanError: a flag is wrong, or nothing fits; the error names the flag.
+    """
+    machine, name = machine or Machine(), spec.settings.schedule.name
+    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine.engine_fault)):
+        raise PlanError(f"{spec.flags['schedule']} {name} {fault}")
+    if name != AUTO:
+        job = _planned(spec, machine, make)
+        return replace(job, left_out=_could_go(job, machine, make))
+    free = _without_recompute(spec)
+    if free is None:
+        return _chosen(spec, machine, make)
+    try:
+        job = _chosen(free, machine, make)
+    except PlanError:
+        return _chosen(spec, machine, make)
+    kept_work = _least_time(spec, machine)
+    if job.plan.iteration_time > kept_work:
+        with suppress(PlanError):
+            kept = _chosen(spec, machine, make)
+            if kept.plan.iteration_time <= job.plan.iteration_time:
+                return kept
+    return replace(job, left_out=_left_out(spec, job, kept_work, machine))
+
+
+def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
+    """Yields the job with all choices that ``auto`` may make, then with fewer, and last as its flags say. All differ.
+
+    Recompute, offload and other layer partitions leave results bitwise equal.
+    """
+    settings, stock, profile = spec.settings, spec.layers, spec.profile
+    placed = settings
+    # In training the sizes of a model that is still in a checkpoint may turn out to be others.
+    known = spec.model is not None or (spec.knows_layers and not spec.by_megatron)
+    if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)):
+        placed = replace(settings, layers="auto")
+    choices = [placed, settings]
+    if spec.model is not None and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
+        choices.insert(0, replace(placed, saving=MemorySaving(recompute=True)))
+        if profile is not None and profile.costs(spec.sizes.pipeline).copy:
+            choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
+    return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
+
+
+def _is_valid(spec: JobSpec) -> bool:
+    """Returns whether a choice of ``auto`` is compatible with the other flags."""
+    try:
+        validate(spec)
+    except PlanError:
+        return False
+    return True
+
+
+def _without_recompute(spec: JobSpec) -> JobSpec | None:
+    """Returns the job without Megatron's own recompute; None if it has none, or has to keep it."""
+    profile, granularity = spec.profile, spec.recompute.granularity
+    # Times that were measured with recompute do not say how long passes take without it.
+    measured_with = profile is not None and profile.facts.recompute is not None
+    if granularity is None or spec.model is None or measured_with or (spec.is_built and granularity != "full"):
+        return None
+    return replace(spec, recompute=StockRecompute())
+
+
+def _chosen(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
+    """Returns the plan of the first choice of ``auto`` that works."""
+    refused: list[PlanError] = []
+    for each in auto_choices(spec):
+        try:
+            return _or_unplaced(_planned(each, machine, make), spec, machine, make)
+        except PlanError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
+    """Returns the plan, or one with the layers of the flags in ``spec`` if memory is short and that is shorter.
+
+    Where layers are partitioned, a limit of activations leaves room for the parameters that move with them.
+    """
+    moved = job.spec.settings.layers != spec.settings.layers
+    if spec.settings.memory_limit is None or not moved or not any(job.plan.decisions.mean_savings.values()):
+        return job
+    with suppress(PlanError):
+        settings = replace(job.spec.settings, layers=spec.settings.layers, search_seconds=job.request.search_seconds)
+        other = _planned(replace(spec, settings=settings), machine, make)
+        if other.plan.iteration_time < job.plan.iteration_time:
+            return other
+    return job
+
+
+def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
+    settings, limit = spec.settings, spec.settings.memory_limit
+    device = machine.device if settings.schedule.name == AUTO and limit is None else None
+    job = _made_within(spec, request_of(spec, device), make)
+
+    def fits(other: JobPlan) -> bool:
+        ranks = other.memory
+        if device is not None:
+            return bool(ranks) and other.memory[other.worst].device <= (1 - RESERVED) * device
+        if limit is None or limit.size is None:
+            return False  # it was compared already
+        return bool(ranks) and max(rank.activations + rank.messages for rank in ranks) <= limit.size
+
+    if settings.schedule.name == AUTO:
+        job = _or_fitting_by_name(job, fits)
+    _check_host(job, machine)
+    if spec.by_megatron and (why := refusal(spec, job.schedule, machine.engine_fault)):
+        raise PlanError(f"{spec.flags['schedule']} {settings.schedule.name} {why}")
+    return job
+
+
+def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:
+    """Returns the plan. With a limit in GiB, the plan leaves memory for all messages of its ranks."""
+    room, job = MESSAGES, JobPlan(spec, make(limited.request))
+    while job.request.schedule == "adaptive" and limited.limit is not None and limited.limit.size is not None:
+        held = max(job.messages)
+        if held <= room:
+            break
+        plan, settled = job.plan, make(limited.within(job.request, held))
+        room, job = held, JobPlan(spec, or_named(replace(settled, asked=plan.asked, named=plan.named)))
+    return job
+
+
+def _or_fitting_by_name(job: JobPlan, fits: Callable[[JobPlan], bool]) -> JobPlan:
+    """Returns the plan, or the shortest schedule by name that is shorter and fits with the messages that it holds."""
+    plan = job.plan
+    limit = plan.request.memory_limit
+    for line in sorted(plan.named, key=lambda line: line.makespan):
+        if line.makespan >= plan.iteration_time:
+            break
+        free = replace(plan, request=replace(plan.request, memory_limit=None), named=(line,))
+        found = or_named(free)
+        found = replace(found, request=replace(found.request, memory_limit=limit), named=plan.named)
+        if fits(by_name := replace(job, plan=found)):
+            return by_name
+    return job
+
+
+def _least_time(spec: JobSpec, machine: Machine) -> float:
+    """Computing time of an average rank, in the unit of the costs: no plan of the job is shorter."""
+    request = request_of(spec.under("1f1b"), machine.device).request
+    return make_plan(replace(request, partition=False)).timeline.ideal
+
+
+def _left_out(spec: JobSpec, job: JobPlan, kept_work: float, machine: Machine) -> str:
+    """Says what the plan makes of Megatron's own recompute, which computes for ``kept_work``."""
+    share = job.request.decisions.mean_savings.get("recomputed", 0.0)
+    saved = 1 - job.plan.timeline.ideal / kept_work
+    instead = f", and {percent(share)} of the layers are recomputed instead" if share else ""
+    return f"recompute left out ({_recompute_flag(spec)}{instead}): {_saved(saved)}{_free(job, machine)}"
+
+
+def _could_go(job: JobPlan, machine: Machine, make: Make) -> str:
+    """Says if a job with a schedule by name would fit its devices without Megatron's own recompute."""
+    free, device = _without_recompute(job.spec), machine.device
+    if free is None or device is None:
+        return ""
+    try:
+        other = _planned(free, machine, make)
+    except PlanError:
+        return ""
+    if not other.memory or other.memory[other.worst].device > (1 - RESERVED) * device:
+        return ""
+    saved = 1 - other.plan.timeline.ideal / job.plan.timeline.ideal
+    return f"{_recompute_flag(job.spec)} can be left out: {_saved(saved)}{_free(other, machine)}"
+
+
+def _recompute_flag(spec: JobSpec) -> str:
+    return f"--recompute-granularity {spec.recompute.granularity}"
+
+
+def _saved(share: float) -> str:
+    return f"{percent(share)} less computing"
+
+
+def _free(job: JobPlan, machine: Machine) -> str:
+    if machine.device is None or not job.memory:
+        return ""
+    return f", and {(machine.device - job.memory[job.worst].device) / _GIB:.2f} GiB stay free"
+
+
+def _host_bytes(job: JobPlan) -> float:
+    """Host memory for the offloaded activations of the rank that has most, bytes; 0 if it is not known."""
+    memory, ranks = job.request.costs.memory, job.request.ranks
+    return 0.0 if memory is None else max(taken(job.schedule, job.plan.costs)) * memory.of_rank(ranks)
+
+
+def _check_host(job: JobPlan, machine: Machine) -> None:
+    """Refuses a plan if the host has too little memory for all its ranks."""
+    flags = job.spec.flags
+    if machine.host is None:
+        return
+    each, here = _host_bytes(job), machine.ranks_on_host
+    if each * here > machine.host:
+        raise PlanError(
+            f"{flags['offload']} takes {each / _GIB:.1f} GiB of host memory for each of {here} ranks, and this host "
+            f"has {machine.host / _GIB:.1f} GiB left: raise {flags['memory_limit']}, or leave the flag out"
+        )
+
+
+def _savings(decisions: Decisions, host_bytes: float) -> str:
+    """Describes recompute and offload of a job in one line."""
+    host = f", {host_bytes / _GIB:.2f} GiB of each rank's at most on the host" if host_bytes else ""
+    said = {"recomputed": "% of the layers recomputed", "offloaded": f"% of the layers' activations offloaded{host}"}
+    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in decisions.mean_savings.items())

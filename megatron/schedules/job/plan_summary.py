@@ -1,0 +1,40 @@
+"""A job's plan in a few lines of its log."""
+
+from __future__ import annotations
+
+from megatron.schedules.job.plan_job import JobPlan
+from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.planner.request import Request
+from megatron.schedules.report.figures import amount
+from megatron.schedules.utils.printable import counted
+
+
+def summary(job: JobPlan) -> str:
+    """Log lines about the plan: its bubble, its memory, the costs used for planning, and why ``auto`` chose it."""
+    plan, schedule, request = job.plan, job.schedule, job.request
+    timeline, d, n = plan.timeline, schedule.ranks, schedule.microbatches
+    name, peak = schedule.name, plan.peak_bytes
+    if request.schedule == "adaptive":
+        name = f"adaptive: {name}, within {_limit(request)}"
+    lines = [
+        f"{name}, {d} ranks, {counted(n, 'microbatch')}, planned bubble {100 * timeline.bubble:.1f} %, "
+        f"planned peak activation memory {100 * timeline.peak / d:.1f} % of 1F1B"
+        f"{'' if peak is None else f', {amount(peak)}'}, and {counted(max(job.messages), 'message')} at most",
+        f"planned for {job.assumed}",
+        *([job.left_out] if job.left_out else []),
+        *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
+    ]
+    hidden, exposed = timeline.messages
+    if hidden + exposed:
+        lines[1:1] = [
+            f"messages of experts take {100 * (hidden + exposed):.1f} % of an average rank's time: "
+            f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
+        ]
+    return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def _limit(request: Request) -> str:
+    """The memory limit as a fraction where that says something, and in bytes where they are known."""
+    size, limit = request.limit_bytes, request.memory_limit or 0.0
+    parts = [f"{limit:.3g} of 1F1B's memory"] if size is None or limit <= 1 else []
+    return ", ".join(parts if size is None else [*parts, amount(size)])
