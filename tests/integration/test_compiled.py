@@ -70,6 +70,9 @@ def test_compiled_functions_give_stocks_result(
     if job not in stock:
         stock[job] = compiling("logged", world, [*JOB, *flags.split()])
     wanted = stock[job]
-    ours = compiling("logged", world, [*JOB, *flags.split(), "--pipeline-schedule", *SCHEDULES[schedule].split()])
+    asked = SCHEDULES[schedule]
+    if "mtp" in flags:  # one of two ranks holds most of it
+        asked = asked.replace("-limit 0.4", "-limit 0.75")
+    ours = compiling("logged", world, [*JOB, *flags.split(), "--pipeline-schedule", *asked.split()])
     assert min(wanted.graphs) > 0 and min(ours.graphs) > 0, "nothing was compiled"
     assert differences(ours, wanted) == []

@@ -239,12 +239,16 @@ def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
 def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:
     """Returns the plan. With a limit in GiB, the plan leaves memory for all messages of its ranks."""
     room, job = MESSAGES, JobPlan(spec, make(limited.request))
-    while job.request.schedule == "adaptive" and limited.limit is not None and limited.limit.size is not None:
+    while limited.limit is not None and limited.limit.size is not None:
         held = max(job.messages)
         if held <= room:
             break
-        plan, settled = job.plan, make(limited.within(job.request, held))
-        room, job = held, JobPlan(spec, or_named(replace(settled, asked=plan.asked, named=plan.named)))
+        if job.request.schedule == "adaptive":
+            plan, settled = job.plan, make(limited.within(job.request, held))
+            job = JobPlan(spec, or_named(replace(settled, asked=plan.asked, named=plan.named)))
+        else:
+            job = JobPlan(spec, make(limited.within(limited.request, held)))
+        room = held
     return job
 
 
