@@ -51,7 +51,7 @@ for model in "${models[@]}"; do
 done
 
 for part in split memory; do
-  "$python" -W ignore -m tools.benchmarks "$part" "${sample[@]}" --json >"$name/$part.jsonl.new"
+  "$python" -W ignore -m benchmarks "$part" "${sample[@]}" --json >"$name/$part.jsonl.new"
   mv "$name/$part.jsonl.new" "$name/$part.jsonl"
 done
 echo "everything measured is in $name"

@@ -30,6 +30,7 @@ from msgspec import UNSET
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.parts import Statistics, machine
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.integration.flags.environment import whole_variable
@@ -40,7 +41,6 @@ from megatron.schedules.utils.json_files import encode
 from megatron.schedules.utils.output_files import objection, write_text
 from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
-from tools.benchmarks.parts import Statistics, machine
 
 _WARM_UP = 3
 # Megatron's flags that have no place where there is no pipeline, by how many values follow them.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.measuring import COSTS
 from megatron.schedules.measure.cost_profile import read_profile
@@ -19,7 +20,6 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.recorder import Recorder
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.text_forms import to_csv
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.offloaded import offloaded
 from tools.gpu_tests.pieces import FAULT, Row, Setting
 from tools.gpu_tests.watchers import Spans
