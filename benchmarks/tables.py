@@ -15,7 +15,7 @@ from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, SAVING, Est
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
 from tools.grid_search import search_all
 

@@ -263,7 +263,7 @@ def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
     assert figures["copying"] == pytest.approx(6 / 22)
     assert main([*asked, "--format", "csv"]) == 0
     assert capsys.readouterr().out == path.read_text()
-    one_way = custom_costs(tmp_path, copy_time=0.75, ranks_per_link=2, one_way=True)
+    one_way = custom_costs(tmp_path, copy_time=1.5, one_way=True)
     assert main([*asked, "--costs", one_way, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["copying"] == pytest.approx(12 / 22)
 

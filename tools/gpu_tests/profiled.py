@@ -14,7 +14,7 @@ import torch
 from benchmarks.emulated_ranks import RankError
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.measuring import COSTS
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.recorder import Recorder
@@ -73,7 +73,6 @@ def measures_itself(setting: Setting) -> Iterator[Row]:
             except (RankError, ValueError) as error:
                 yield {"schedule": name, FAULT: fault_of(error)}
             else:
-                assert isinstance(profile, JobProfile)
                 yield {"schedule": name, **against(profile, ran.found, strict=not setting.on_cpu)}
 
 

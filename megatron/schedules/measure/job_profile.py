@@ -31,6 +31,12 @@ class Measured(Form, frozen=True, kw_only=False):
     low: Amount
     high: Amount
 
+    @staticmethod
+    def of(times: Sequence[float]) -> Measured:
+        """Returns the median and percentiles of one or more times."""
+        tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+        return Measured(statistics.median(times), tenths[0], tenths[-1])
+
 
 @dataclass(frozen=True)
 class StageProfile:

@@ -26,8 +26,6 @@ def check_costs(spec: JobSpec) -> None:
         raise PlanError(f"{FLAGS['shared_vocabulary']} needs the model's sizes, its vocabulary's too: give their flags")
     if spec.profile is not None and shape is not None and (fault := _fault(spec.profile.facts, spec, shape)):
         raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
-    if custom is not None and custom.stage_weights is not None and settings.vocabulary_parallel:
-        raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave $.stage_weights out of {file}")
     if custom is not None and custom.of_memory and shape is not None:
         raise PlanError(
             f"$.{custom.of_memory[0]} in {file} is for megatron-schedules: in training the model's sizes say what is "
@@ -53,8 +51,6 @@ def assumed(spec: JobSpec, request: Request) -> str:
     else:
         by = "by the model's arithmetic" if costs.model else "assumed"
         said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
-    if costs.stage_weights is not None:
-        return f"{said}; stages' weights as given"
     if costs.model is None:
         return f"{said}; equal stages assumed"
     layers = costs.last_in_layers
