@@ -38,8 +38,6 @@ COMPANY = {
     "--layers": MODEL,
     "--vocabulary-parallel": MODEL,
     "--costs": ["--save-memory", "offload"],
-    "--width": ["--format", "text"],
-    "--gradients": ["--format", "svg"],
 }
 # What a file is read by, beside the flag that each sort is for.
 READERS = {
