@@ -195,7 +195,7 @@ class JobProfile:
         return sum(stage.messages.get(kind, 0.0) for stage in self.stages) / (2 * ranks)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """Returns ``planned`` with measured instead of estimated bytes, which include Megatron's recompute."""
+        """Returns ``planned`` with measured instead of estimated bytes."""
         if not self.layer_bytes:
             return planned
         _, layer_input = self._recompute
@@ -205,7 +205,7 @@ class JobProfile:
             layer_input * self.layer_bytes,
             (self.model.first.held, self.model.last.held),
             self.model.kept_for_output if self.shares_vocabulary else None,
-            recomputed=True,
+            recomputed=self.facts.recompute is not None,
         )
 
     def costs_like(self, planned: Costs) -> Costs:
