@@ -5,7 +5,7 @@
 #     bash scripts/benchmark_planning.sh             everything
 #     bash scripts/benchmark_planning.sh --quick     a sample, in minutes, to .benchmark/planning-quick.md
 #
-# After scripts/setup.sh, .venv/bin/python -m tools.benchmarks.planning --help lists the other flags.
+# After scripts/setup.sh, .venv/bin/python -m benchmarks.planning --help lists the other flags.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh
@@ -14,4 +14,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 # One thread per process: --jobs says how many processes to start.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-1}
-exec .venv/bin/python -m tools.benchmarks.planning "$@"
+exec .venv/bin/python -m benchmarks.planning "$@"

@@ -60,9 +60,9 @@ def emulate(plans: Sequence[tuple[str, Timeline]], seconds: float) -> list[Emula
     Raises:
         PlanError: if a plan cannot be emulated.
     """
+    from benchmarks.emulated_ranks import run_ranks
     from megatron.schedules.programs.checker import check
     from megatron.schedules.programs.lowering import lower
-    from tools.benchmarks.emulated_ranks import run_ranks
 
     ranks = {timeline.schedule.ranks for _, timeline in plans}
     if len(ranks) > 1:
@@ -90,10 +90,10 @@ def emulate(plans: Sequence[tuple[str, Timeline]], seconds: float) -> list[Emula
 
 def _on_a_rank(bodies: Sequence[tuple[Sequence[Program], StageCosts]]) -> list[tuple[float, float]]:
     """Begin and end of every iteration on this rank: all plans once, then all again."""
+    from benchmarks import emulated_ours
+    from benchmarks.emulated_passes import Passes
+    from benchmarks.emulated_ranks import begin_together
     from megatron.schedules.schedule.kinds import Kind
-    from tools.benchmarks import emulated_ours
-    from tools.benchmarks.emulated_passes import Passes
-    from tools.benchmarks.emulated_ranks import begin_together
 
     iterations = []
     for programs, costs in bodies:

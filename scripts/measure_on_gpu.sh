@@ -45,13 +45,13 @@ mkdir -p "$name"
 for model in "${models[@]}"; do
   read -r title layers heads hidden <<<"$model"
   [[ ! -e $name/profile-$title.json ]] || continue
-  # Two layers instead of a whole chunk: the profile says how many, and the planner scales them.
-  "$python" tools/profile_passes.py --output "$name/profile-$title.json" --profile-name "$title" --profile-layers 2 \
+  # Two layers instead of a whole chunk: the profile has as many as the model, each as long as these.
+  "$python" tools/profile_passes.py --output "$name/profile-$title.json" --profile-layers 2 \
     --num-layers "$layers" --num-attention-heads "$heads" --hidden-size "$hidden" "${common[@]}"
 done
 
 for part in split memory; do
-  "$python" -W ignore -m tools.benchmarks "$part" "${sample[@]}" --json >"$name/$part.jsonl.new"
+  "$python" -W ignore -m benchmarks "$part" "${sample[@]}" --json >"$name/$part.jsonl.new"
   mv "$name/$part.jsonl.new" "$name/$part.jsonl"
 done
 echo "everything measured is in $name"

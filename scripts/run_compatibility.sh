@@ -19,5 +19,5 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 python -m pytest tests/integration tests/examples --full-matrix -m "feature or full_matrix" \
   --features-to docs/compatibility.json "$@"
 status=$?
-python -m tools.benchmarks.compatibility_table || exit 1
+python -m benchmarks.compatibility_table || exit 1
 exit "$status"

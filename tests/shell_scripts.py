@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".ci", "docs", "examples", "megatron", "scripts", "tests", "tools")
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "megatron", "scripts", "tests", "tools")
 PATTERN = re.compile(rb"#!.*\b(?:ba|da|k)?sh\b")
 
 # Runs a command where bash takes it for an expression. An array without a value would end that early, by set -u.
@@ -41,11 +41,13 @@ def commands() -> list[Path]:
 
 
 def python_commands() -> list[list[str]]:
-    """The Python programs of scripts/ and tools/, as arguments of ``python``: files, and packages that run."""
+    """The Python programs that people call, as arguments of ``python``: files, and packages that run."""
     files = [path for folder in ("scripts", "tools") for path in (ROOT / folder).glob("*.py") if path.name[0] != "_"]
-    packages = [path.parent.relative_to(ROOT).parts for path in (ROOT / "tools").glob("*/__main__.py")]
+    files.append(ROOT / "benchmarks" / "emulate_run.py")
+    runs = [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("__main__.py")]
+    packages = [path.parent.relative_to(ROOT).parts for path in runs]
     found = [[str(path.relative_to(ROOT))] for path in files] + [["-m", ".".join(parts)] for parts in packages]
-    return sorted([*found, ["-m", "tools.benchmarks.planning"]])
+    return sorted([*found, ["-m", "benchmarks.planning"]])
 
 
 def _is_shell(path: Path) -> bool:

@@ -39,28 +39,6 @@ _HERE = "the value that stands here is another one"
 _TWICE = "twice"
 
 
-def a_chunks_profile() -> Any:
-    """As tools/profile_passes.py writes it."""
-    spread = {"median": 0.02, "low": 0.019, "high": 0.022}
-    passes = dict.fromkeys(("forward", "input_grad", "weight_grad"), spread)
-    held = {"activation_bytes": 4000, "weight_bytes": 3000}
-    return {
-        "version": 1,
-        "device": "a GPU",
-        "model": {"name": None, "layers": 16, "hidden_size": 64, "heads": 4, "sequence_length": 128, "vocabulary": 512},
-        "micro_batch_size": 1,
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "dtype": "bf16",
-        "chunk": {"layers": 2, **passes, **held, "recompute": spread, "input_bytes": 500},
-        "output_layer": passes | held,
-        "embedding": passes | held,
-        "copy_gbps": {"to_host": 5.0, "from_host": 4.0, "both_ways": 3.0},
-        "versions": {"torch": "2.9"},
-        "date": "2026-01-01",
-    }
-
-
 def a_jobs_profile(**more: Any) -> JobProfile:
     """With layers that are recomputed and offloaded."""
     times = dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.O, Kind.L), Measured(2.0, 1.5, 2.5))
@@ -146,7 +124,6 @@ def damaged(data: Any, seed: int) -> Iterator[bytes]:
 def files(kind: str) -> Any:
     """A good file of each format, parsed."""
     return {
-        "chunk": a_chunks_profile,
         "job": lambda: json.loads(job_profile_text(a_jobs_profile())),
         "run": lambda: json.loads(recorded_text(a_run())),
         "plain run": lambda: json.loads(recorded_text(a_run(offloaded=False))),
@@ -179,7 +156,6 @@ def ends_well(arguments: list[str], flag: str, path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("kind", "flag", "commands"),
     [
-        ("chunk", "--costs", PROFILED),
         ("job", "--costs", PROFILED),
         ("run", "--recorded", RECORDED),
         ("plain run", "--recorded", RECORDED),

@@ -28,7 +28,7 @@ from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RESERVED, S
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.report.table import aligned, markdown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError

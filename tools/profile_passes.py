@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Measures the times and memory of a model's passes on one device, and writes a cost profile for the planner.
+"""Measures the times and memory of a model's passes on one device, and writes a cost file as a job does.
 
     python tools/profile_passes.py --output profile.json --num-layers 30 --hidden-size 5120 --num-attention-heads 40 \\
         --seq-length 1024 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 8
 
 Takes Megatron's own flags, those of a training job as it is. No pipeline is started: one chunk of decoder layers runs
-alone, then the embedding and the output layer with the loss, all as in training. Under tensor or context parallelism
-start it with torchrun, with as many processes as those ask for. Without a GPU it measures the CPU.
+alone, and the embedding, and the output layer with the loss, all as in training. In the file all decoder layers of the
+model are one stage, each as long as those of the chunk. Under tensor or context parallelism start it with torchrun,
+with as many processes as those ask for. Without a GPU it measures the CPU.
 """
 
 from __future__ import annotations
@@ -17,30 +18,32 @@ import datetime
 import importlib.metadata
 import logging
 import os
-import shlex
+import platform
 import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from msgspec import UNSET
+from msgspec.structs import astuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.measure.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
-from megatron.schedules.measure.profile_facts import ModelForm
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.job_profile_json import to_text
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
+from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.utils.errors import PlanError, one_line
-from megatron.schedules.utils.json_files import encode
 from megatron.schedules.utils.output_files import objection, write_text
 from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
-from tools.benchmarks.parts import Statistics, machine
 
 _WARM_UP = 3
 # Megatron's flags that have no place where there is no pipeline, by how many values follow them.
@@ -67,13 +70,11 @@ class Planned(NamedTuple):
         own: our flags, and those of Megatron's that are looked at here.
         layers: of the chunk.
         flags: Megatron's, for a model of these layers and no pipeline.
-        given: Megatron's as they were given.
     """
 
     own: argparse.Namespace
     layers: int
     flags: list[str]
-    given: str
 
 
 def parse(argv: Sequence[str], processes: int) -> Planned:
@@ -107,7 +108,7 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     shape += ["--context-parallel-size", str(own.context_parallel_size)]
     if "--max-position-embeddings" not in others:
         shape += ["--max-position-embeddings", str(own.seq_length)]
-    return Planned(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
+    return Planned(own, layers, shape + _for_one_device(others))
 
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -120,7 +121,6 @@ def _parser() -> Parser:
     add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
     add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
     add("--profile-repetitions", type=int, default=20, metavar="N", help="times each pass is timed; default: 20")
-    add("--profile-name", metavar="NAME", help="what the profile calls the model")
     for name in _NEEDED:
         add(f"--{name.replace('_', '-')}", type=int, required=True, help="Megatron's")
     for name in ("pipeline", "tensor"):
@@ -144,19 +144,44 @@ def _for_one_device(flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def _without_ours(argv: Sequence[str]) -> list[str]:
-    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--output", "--profile-layers", "--profile-repetitions", "--profile-name"):
-        ours.add_argument(flag)
-    return ours.parse_known_args(argv)[1]
-
-
 class RefusedError(Exception):
     """Megatron refuses its flags; the message is one line."""
 
 
-def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileForm:
-    """Measures and returns the profile's JSON. Needs torchrun's environment; ``say`` prints progress."""
+def _stage(times: Mapping[Kind, Sequence[float]], held: float, weights: float) -> StageProfile:
+    """Returns a stage without decoder layers from seconds by kind, bytes from F to I, and bytes from I to W."""
+    sizes = dict.fromkeys(SEEN_BY, 0.0) | {Share.WEIGHTS: weights}
+    return StageProfile(
+        0, {kind: Measured.of([1e3 * each for each in every]) for kind, every in times.items()}, held=held, sizes=sizes
+    )
+
+
+def _whole_model(chunk: StageProfile, chunk_layers: int, layers: int, layer_inputs: float) -> StageProfile:
+    """Returns a stage of ``layers`` decoder layers, each as those of ``chunk``.
+
+    Args:
+        chunk: with R of all its layers.
+        chunk_layers: its number of layers.
+        layers: those of the model.
+        layer_inputs: bytes that stay of the chunk where its layers are recomputed.
+    """
+    scale = layers / chunk_layers
+    sizes = {**chunk.sizes, Share.RECOMPUTED: max(0.0, chunk.held - layer_inputs)}
+    return replace(
+        chunk,
+        layers=layers,
+        times={kind: Measured(*(scale * each for each in astuple(time))) for kind, time in chunk.times.items()},
+        held=scale * chunk.held,
+        sizes={share: scale * size for share, size in sizes.items()},
+        recomputed=1.0,
+    )
+
+
+def profile(asked: Planned, say: Callable[[str, bool], None]) -> JobProfile:
+    """Measures and returns the profile of a pipeline of one rank, with all decoder layers in the stage in the middle.
+
+    Needs torchrun's environment; ``say`` prints progress.
+    """
     say("importing Megatron", False)
     with contextlib.redirect_stdout(sys.stderr):
         import torch
@@ -172,54 +197,46 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
             asserted = f"Megatron refuses these flags: {traceback.extract_tb(error.__traceback__)[-1].line}"
             raise RefusedError(next(iter(str(error).splitlines()), asserted)) from error
     args, repetitions = model.args, asked.own.profile_repetitions
-    parts: dict[str, Any] = {}
-    for name, stage in (("chunk", times.LAYERS), ("output_layer", times.OUTPUT), ("embedding", times.EMBEDDING)):
+    stages = []
+    for name, stage in (("embedding", times.EMBEDDING), ("chunk", times.LAYERS), ("output layer", times.OUTPUT)):
         held, passes = times.held(model, stage), times.time_passes(model, stage)
         found = []
         for repetition in range(1, _WARM_UP + repetitions + 1):
             found.append(next(passes))
             done = repetition - _WARM_UP
-            say(f"{name.replace('_', ' ')}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
-        parts[name] = {
-            **{
-                kind: _timed_form([getattr(each, kind) for each in found[_WARM_UP:]])
-                for kind in ("forward", "input_grad", "weight_grad")
-            },
-            "activation_bytes": held.after_forward,
-            "weight_bytes": held.after_input_grad,
-        }
+            say(f"{name}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
+        seconds = dict(zip((Kind.F, Kind.I, Kind.W), zip(*found[_WARM_UP:], strict=True), strict=True))
+        stages.append(_stage(seconds, held.after_forward, held.after_input_grad))
     forwards = times.time_recompute(model, times.LAYERS)
     recomputed = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    again, left = _timed_form([each.seconds for each in recomputed]), recomputed[0].input_bytes
+    again = Measured.of([1e3 * each.seconds for each in recomputed])
+    chunk = replace(stages[1], times={**stages[1].times, Kind.R: again})
+    stages[1] = _whole_model(chunk, asked.layers, asked.own.num_layers, recomputed[0].input_bytes)
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
-    return ChunkProfileForm(
-        version=1,
-        device=machine() if times.ON_CPU else torch.cuda.get_device_name(),
-        model=ModelForm(
-            name=asked.own.profile_name,
-            layers=asked.own.num_layers,
-            hidden_size=args.hidden_size,
-            heads=args.num_attention_heads,
-            sequence_length=args.seq_length,
-            vocabulary=args.padded_vocab_size,
-            flags=asked.given,
-        ),
+    facts = Facts(
+        f"a CPU ({platform.machine()}, {os.cpu_count()} cores)" if times.ON_CPU else torch.cuda.get_device_name(),
+        layers=asked.own.num_layers,
+        hidden_size=args.hidden_size,
+        heads=args.num_attention_heads,
+        sequence_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         tensor_parallel=args.tensor_model_parallel_size,
         context_parallel=args.context_parallel_size,
+        vocabulary=args.padded_vocab_size,
         dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        chunk=ChunkForm(layers=asked.layers, recompute=again, input_bytes=left, **parts["chunk"]),
-        output_layer=EndForm(**parts["output_layer"]),
-        embedding=EndForm(**parts["embedding"]),
-        copy_gbps=rates,
-        versions={name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
-        date=datetime.date.today().isoformat(),
+        recompute=args.recompute_granularity,
     )
-
-
-def _timed_form(seconds: Sequence[float]) -> TimedForm[float]:
-    return TimedForm(**Statistics.of(seconds)._asdict())
+    return JobProfile(
+        facts,
+        "no pipeline",
+        Placement("interleaved", (0, 0, 0)),
+        microbatches=1,
+        iterations=(_WARM_UP + 1, _WARM_UP + repetitions),
+        replicas=facts.tensor_parallel * facts.context_parallel,
+        stages=tuple(stages),
+        copy_gbps=rates,
+    )
 
 
 def _join_nobody() -> None:
@@ -255,30 +272,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{text}\x1b[K" if terminal else text, end="\r" if counting else "\n", file=sys.stderr, flush=True)
 
     try:
-        made = profile(asked, say)
+        measured = profile(asked, say)
     except RefusedError as error:
         print(f"profile_passes.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     if first:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+        text = to_text(measured, versions=versions, date=datetime.date.today().isoformat())
         try:
-            write_text(asked.own.output, encode(made, indent=1) + "\n")
+            write_text(asked.own.output, text)
         except OSError as error:
             why = one_line(f"--output: cannot write {asked.own.output}: {error.strerror}")
             print(f"profile_passes.py: error: {why}", file=sys.stderr)
             return 2
-        chunk = made.chunk
-        each = ", ".join(f"{1e3 * part.median:.3g}" for part in (chunk.forward, chunk.input_grad, chunk.weight_grad))
-        mib = [held / 2**20 for held in (chunk.activation_bytes, chunk.weight_bytes)]
-        file = printable(str(asked.own.output))
-        print(f"{file}: {chunk.layers} layers take F, I, W {each} ms on {made.device}; a microbatch")
-        print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
-        assert chunk.recompute and chunk.input_bytes is not UNSET and made.copy_gbps
-        again, left = 1e3 * chunk.recompute.median, chunk.input_bytes / 2**20
-        print(f"recomputed, their forward takes {again:.3g} ms and keeps {left:.1f} MiB")
-        rates = made.copy_gbps
-        ways = f"{rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
-        print(f"copies: {ways}")
+        print(_summary(printable(str(asked.own.output)), measured))
     return 0
+
+
+def _summary(file: str, measured: JobProfile) -> str:
+    layers, rates = measured.stages[1], measured.copy_gbps
+    assert rates is not None
+    forward, input_grad, weight_grad, again = (
+        f"{layers.median(kind) / layers.layers:.3g}" for kind in (Kind.F, Kind.I, Kind.W, Kind.R)
+    )
+    sizes = layers.held, layers.sizes[Share.WEIGHTS], layers.held - layers.sizes[Share.RECOMPUTED]
+    held, weights, left = (f"{size / layers.layers / 2**20:.1f} MiB" for size in sizes)
+    return (
+        f"{file}: a layer takes F, I, W {forward}, {input_grad}, {weight_grad} ms on {measured.facts.device}; a "
+        f"microbatch\nholds {held} from F to I, {weights} from I to W\n"
+        f"recomputed, its forward takes {again} ms and keeps {left}\n"
+        f"copies: {rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
+    )
 
 
 if __name__ == "__main__":

@@ -96,28 +96,13 @@ def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, ca
     monkeypatch.setattr(
         options, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
     )
-    by_stage = {"stage_weights": [1.5, 1, 1, 1.2, *[1] * 28], "stage_activations": [2, *[1] * 31]}
-    if "3" in name:
-        by_stage = {}
-    assert main([*ADAPTIVE, "--schedule", name, "--costs", custom_costs(tmp_path, **by_stage), "--format", "csv"]) == 0
+    custom = custom_costs(tmp_path, weight_share=0.5)
+    assert main([*ADAPTIVE, "--schedule", name, "--costs", custom, "--format", "csv"]) == 0
     assert from_csv(capsys.readouterr().out).placement.chunks in choices
     (request,) = asked
     assert (request.schedule, request.ranks, request.microbatches) == ("adaptive", 4, 8)
     assert (request.memory_limit, request.search_seconds, request.chunk_choices) == (0.6, 0.01, choices)
-    if by_stage:
-        assert request.costs.stage_weights == (1.5, 1, 1, 1.2, *(1,) * 28)
-        assert request.costs.stage_activations == (2, *(1,) * 31)
-
-
-def test_a_heavy_end_counts_for_named_schedules_too(capsys, tmp_path):
-    lengths = []
-    for fields in ({}, {"stage_weights": [*[1] * 7, 3]}, {"stage_weights": [*[1] * 15, 5]}):
-        assert main([*PLAN, "--costs", custom_costs(tmp_path, **fields), "--format", "json"]) == 0
-        lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
-    assert lengths[0] < lengths[1] == lengths[2], "slices may be finer than stages"
-    heavy = custom_costs(tmp_path, stage_activations=[3, *[1] * 7])
-    assert main([*PLAN, "--costs", heavy, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["figures"]["peak_memory"] > 3
+    assert request.costs.weight_share == 0.5
 
 
 def test_what_a_weight_gradient_leaves_makes_room(capsys, tmp_path):
@@ -127,16 +112,6 @@ def test_what_a_weight_gradient_leaves_makes_room(capsys, tmp_path):
         assert main([*ADAPTIVE, "--memory-limit", "0.5", "--costs", custom, "--format", "json"]) == 0
         lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
     assert lengths[1] < lengths[0]
-
-
-def test_what_is_recomputed_takes_time_and_saves_memory(capsys, tmp_path):
-    found = []
-    for fields in ({}, {"recompute_share": 1, "kept_share": 0.06}):
-        custom = custom_costs(tmp_path, **fields)
-        assert main(["plan", *SIZE, "--schedule", "1f1b", "--costs", custom, "--format", "json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["figures"])
-    assert found[1]["makespan"] == pytest.approx(found[0]["makespan"] * 4 / 3)
-    assert found[1]["peak_memory"] == pytest.approx(found[0]["peak_memory"] * 0.06)
 
 
 def test_an_adaptive_plan_is_found_once_and_then_kept(tmp_path, monkeypatch, capsys):
@@ -193,22 +168,13 @@ def test_one_line_and_status_2(case, capsys):
 
 
 FIELDS = {
-    "words for weights": ('{"stage_weights": [1, "x"]}', "$.stage_weights[1] must be a number"),
-    "too few weights": ('{"stage_weights": [1, 1, 1]}', "--costs FILE.json $.stage_weights: 3 stage weights given"),
-    "too few activations": ('{"stage_activations": [1, 1, 1]}', "3 stage activations given"),
-    "a negative weight": ('{"stage_weights": [1, -2, 1, 1, 1, 1, 1, 1]}', "$.stage_weights[1] must be"),
-    "weights of nothing": ('{"stage_weights": [0, 0]}', "$.stage_weights must have one that is above zero"),
     "a share below none": ('{"weight_share": -1}', "$.weight_share must be"),
     "no such share": ('{"weight_share": 150}', "$.weight_share must be"),
-    "more recomputed than there is": ('{"recompute_share": 2}', "$.recompute_share must be"),
-    "more kept than there is": ('{"kept_share": -1}', "$.kept_share must be"),
     "a word for a share": ('{"weight_share": "half"}', "$.weight_share must be a number"),
-    "a negative activation": ('{"stage_activations": [-1, 1]}', "$.stage_activations[0] must be"),
-    "a name that no field has": ('{"stage_weight": [1]}', "must not have 'stage_weight'"),
+    "a name that no field has": ('{"weight_shares": 1}', "must not have 'weight_shares'"),
     "two of three times": ('{"forward": 1, "weight_grad": 1}', "give forward, input_grad and weight_grad together"),
     "a latency of no passes": ('{"latency": 1}', "$.latency goes with forward, input_grad and weight_grad"),
     "one way of no copies": ('{"one_way": true}', "$.one_way goes with copy_time, which is missing"),
-    "a link of no copies": ('{"ranks_per_link": 4}', "$.ranks_per_link goes with copy_time, which is missing"),
 }
 
 

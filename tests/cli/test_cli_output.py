@@ -75,7 +75,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(form: str, target: Path):
 @pytest.mark.parametrize("command", ["plan", "draw"])
 def test_pictures_are_written_by_their_ending(command: str, ending: str, begins: bytes, tmp_path: Path):
     path = tmp_path / f"picture.{ending}"
-    assert main([command, "--schedule", "v-half", *SIZE, "--gradients", "--output", str(path)]) == 0
+    assert main([command, "--schedule", "v-half", *SIZE, "--output", str(path)]) == 0
     assert path.read_bytes().startswith(begins)
     assert [*tmp_path.iterdir()] == [path]
 
@@ -105,6 +105,18 @@ def test_memory_is_in_gib_too_where_the_costs_know_the_model(
     monkeypatch.setattr(JobPlans, "microbatch_bytes", eight_layers.of_rank(4))
     assert main([*arguments, *SIZE]) == 0
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of", ["plans", "run"])
+def test_draw_draws_text_on_a_terminal_and_svg_in_a_pipe(of: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.json").write_text(to_text(made(Costs(2, 1, 1))))
+    arguments = ["draw", *(SIZE if of == "plans" else ["--recorded", str(tmp_path / "run.json")])]
+    shown = on_a_terminal(arguments)
+    assert "<svg" not in shown and "rank 0" in shown and "V-Half" in shown and "bubble" in shown
+    assert on_a_terminal([*arguments, "--format", "svg"]).startswith("<svg")
+    assert on_a_terminal([*arguments, "--output", str(tmp_path / "a.html")]) == ""
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("<svg")
 
 
 def test_a_picture_goes_to_a_pipe_but_not_to_a_terminal(

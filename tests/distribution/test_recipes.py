@@ -130,7 +130,7 @@ timeline = simulate(schedule, costs.on(schedule.placement))
 ends = dict(zip(map(str, schedule.order[1]), timeline.end[1]))
 assert ends["1G1"] - ends["1F1"] == 1.5
 assert "G weights gathered" in draw_text([timeline], 100, False).plain
-assert "G weights gathered" in draw_svg([timeline], "", gradients=False)
+assert "G weights gathered" in draw_svg([timeline])
 better = improve(schedule, timeline.costs, [2, 2], [Policy(8)], 5)
 assert sorted(better.order[0]) == sorted(schedule.order[0])
 assert plan(Request("adaptive", 2, 3, memory_limit=1, search_seconds=0.01)).name

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megatron/schedules", "tests", "tools", "scripts")
+ROOMS = ("megatron/schedules", "benchmarks", "tests", "tools", "scripts")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for room in ROOMS
@@ -78,7 +78,7 @@ def resolves(role: str, reference: str, module: str) -> bool:
         (each, f".{reference}") in ENDINGS for each in ROLES[role]
     ):
         return True
-    return first not in ("megatron", "tests", "tools") and importlib.util.find_spec(first) is not None
+    return first not in ("benchmarks", "megatron", "tests", "tools") and importlib.util.find_spec(first) is not None
 
 
 @pytest.mark.parametrize("module", [module for module, text in SOURCES.items() if REFERENCE.search(text)])

@@ -23,8 +23,9 @@ from megatron.schedules.estimate.iteration import (
 from megatron.schedules.estimate.models import MODELS, Model, built, gpt
 from megatron.schedules.estimate.roofline import DEVICES, GIB, Roofline, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
-from megatron.schedules.measure.cost_profile import CostProfile
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.placement import Placement
 
 A100 = DEVICES["A100-80GB"]
 SMALL, LAYERS = gpt("small", layers=14, heads=16, hidden=2048), 14
@@ -126,10 +127,12 @@ def test_a_correction_scales_each_pass_by_itself():
 
 def test_a_profile_of_what_the_roofline_says_corrects_nothing_and_one_of_twice_that_by_two():
     facts = Facts("a GPU", LAYERS, 2048, 16, SMALL.sequence, 1, 1)
-    measured = CostProfile(facts, 2, layer(), 1.0, 1.0)
-    for model in (SMALL, MODELS["9.6B"]):  # of its own layers, and of a plain GPT's
-        assert corrections(measured, A100, model) == pytest.approx((0.5, 0.5, 0.5))  # of a chunk of two layers
-        assert corrections(replace(measured, layers=1), A100, model) == pytest.approx((1, 1, 1))
+    for times in (1, 2):
+        ms = [1e3 * times * LAYERS * time for time in layer()]
+        stage = StageProfile(LAYERS, {kind: Measured(each, each, each) for kind, each in zip("FIW", ms, strict=True)})
+        measured = JobProfile(facts, "no pipeline", Placement("one", (0,)), 1, (1, 1), 1, (stage,))
+        for model in (SMALL, MODELS["9.6B"]):  # of its own layers, and of a plain GPT's
+            assert corrections(measured, A100, model) == pytest.approx((times,) * 3)
 
 
 def test_costs_are_those_of_layers_and_ends_however_many_stages_share_them():

@@ -36,6 +36,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
+from benchmarks.quick_start import quick_start
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import gpt, model_binding, schedule_function, stage_inputs
 from megatron.schedules.integration import hooks as integration
@@ -77,7 +78,6 @@ from tests.integration.wrapped_loop import WRAPPERS, passing, wrapped_loops
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
-from tools.benchmarks.quick_start import quick_start
 
 quick_start()
 

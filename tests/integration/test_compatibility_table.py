@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.benchmarks.compatibility_table import written
+from benchmarks.compatibility_table import written
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.results import MODEL
 from tests.integration.test_same_result import assert_same_losses, differing, under
-from tests.measure.custom import PASSES, written
+from tests.measure.custom import stage, written
 
 AUTO = ("--pipeline-layers", "auto")
 
@@ -44,13 +44,12 @@ def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):
     by_arithmetic = said(megatron)
     assert "by the model's arithmetic; the output layer counted as" in by_arithmetic
     assert "F,I,W 1,1,2 as given" in said(megatron, "--pipeline-costs", "1,1,2")
-    end = {kind: {"median": seconds} for kind, seconds in zip(PASSES, (0.02, 0.024, 0.016), strict=True)}
     path = written(
         tmp_path / "profile.json",
-        model={"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 16},
+        8,
+        ends=[stage(0, 20, 24, 16, held=10)] * 2,
+        model={"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 16, "vocabulary": 96},
         tensor_parallel=1,
-        embedding={**end, "activation_bytes": 0},
-        output_layer={**end, "activation_bytes": 10},
     )
     measured = said(megatron, "--pipeline-costs", str(path))
     assert f"measured times ({path}); the output layer counted as 2 decoder layers" in measured

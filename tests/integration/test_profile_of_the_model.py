@@ -54,6 +54,13 @@ def test_recompute_while_measuring_is_not_added_twice(tmp_path):
     assert costs(tmp_path / "c.json", FULL).times[Kind.I] == pytest.approx((7, 7)), "a forward more than was measured"
 
 
+def test_recompute_after_measuring_holds_less_than_was_measured(tmp_path):
+    plain, alike = costs(tmp_path / "c.json", []), costs(tmp_path / "c.json", FULL, recompute="full")
+    assert plain.held[Share.FORWARD] == alike.held[Share.FORWARD] == pytest.approx((1, 1))
+    # Only the layers' inputs stay after F.
+    assert costs(tmp_path / "c.json", FULL).held[Share.FORWARD] == pytest.approx((0.06, 0.06), abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("facts", "why"),
     [

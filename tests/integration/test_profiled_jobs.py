@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.cli.commands import main
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.schedule.kinds import Kind, Share
 from tests.integration.results import MODEL, UNTIED

@@ -328,21 +328,13 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --transformer-impl transformer_engine",
         "--transformer-impl",
     ),
-    "stage weights that are no numbers": (
+    "a field of a cost file that is no number": (
         "--pipeline-schedule v-half --pipeline-costs {folder}/words.json",
-        "$.stage_weights[1] must be a number",
+        "$.messages[1] must be a number",
     ),
-    "stage weights of nothing": (
-        "--pipeline-schedule v-half --pipeline-costs {folder}/zeros.json",
-        "$.stage_weights must have one that is above zero",
-    ),
-    "too few stage weights": (
-        "--pipeline-schedule v-half --pipeline-costs {folder}/few.json",
-        "--pipeline-costs FILE.json $.stage_weights: 3 stage weights given for",
-    ),
-    "a shared vocabulary with stages' weights": (
-        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --pipeline-costs {folder}/few.json",
-        "--pipeline-vocabulary-parallel plans by the model: leave $.stage_weights out of ",
+    "costs measured before": (
+        "--pipeline-schedule v-half --pipeline-costs {folder}/before.json",
+        "before.json is no cost file: it is a profile of one chunk (version 1), which is no longer read: measure again",
     ),
     "memory of layers that the model knows": (
         "--pipeline-schedule v-half --pipeline-costs {folder}/held.json",
@@ -351,7 +343,7 @@ REFUSED = {
     "a cost file that is none": (
         "--pipeline-schedule v-half --pipeline-costs {folder}/license.json",
         "license.json is no cost file: it is no JSON: JSON is malformed: invalid character (byte 34); "
-        "tools/profile_passes.py and --pipeline-measure write such files",
+        "--pipeline-measure and tools/profile_passes.py write such files",
     ),
     "a cost file with another ending": (
         "--pipeline-schedule v-half --pipeline-costs LICENSE",
@@ -517,11 +509,11 @@ REFUSED = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that are named above."""
     made = tmp_path_factory.mktemp("refused")
-    custom = {"words": '[1, "b"]', "zeros": "[0, 0, 0, 0, 0, 0, 0, 0]", "few": "[1, 2, 1]"}
-    texts = {f"{name}.json": f'{{"version": 3, "stage_weights": {weights}}}' for name, weights in custom.items()}
-    texts |= {"held.json": '{"version": 3, "kept_share": 0.5}'} | dict.fromkeys(
-        ("license.json", "license.csv"), (ROOT / "LICENSE").read_text()
-    )
+    texts = {
+        "words.json": '{"version": 3, "messages": [1, "b"]}',
+        "before.json": '{"version": 1}',
+        "held.json": '{"version": 3, "weight_share": 0.5}',
+    } | dict.fromkeys(("license.json", "license.csv"), (ROOT / "LICENSE").read_text())
     for name, text in texts.items():
         (made / name).write_text(text)
     (made / "endless.csv").symlink_to("/dev/zero")

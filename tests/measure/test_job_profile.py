@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import from_text, to_text
 from megatron.schedules.measure.measured_passes import Conditions, RankMeasured, profile_of, rank_measured
@@ -140,7 +140,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
         ({"stages": []}, r"\$.stages must have 8 values, one for each stage of the placement, not 0"),
         ({"placement": {}}, "lacks 'name'"),
         ({"latencies": [[0, 1, -1]]}, r"\$.latencies\[0\]\[2\] must be a number >= 0.0, not -1"),
-        ({"version": 4}, "version 4, and 1 or 2 is read here"),
+        ({"version": 4}, "version 4, and 2 is read here"),
         ({"model": {"layers": 3}}, "lacks 'hidden_size'"),
     ],
 )
@@ -241,7 +241,7 @@ def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
 
 
 def test_the_file_names_the_sizes_as_ever():
-    """Profiles of jobs that ran before are still read."""
+    """Files of version 2 stay readable."""
     seen = {Share.WEIGHTS: 1.0, Share.VOCABULARY: 2.0, Share.RECOMPUTED: 3.0, Share.OFFLOADED: 4.0}
     assert seen.keys() == SEEN_BY.keys()
     written = json.loads(to_text(profile(v_shape(4), *(replace(each, sizes=seen) for each in V))))

@@ -25,7 +25,7 @@ from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import decode, encode
 from tests.planner import plain_checker, plain_schema
 from tests.planner.made_schedules import NAMED, costed_schedules, examples, timed
-from tests.test_damaged_files import a_chunks_profile, a_jobs_profile
+from tests.test_damaged_files import a_jobs_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA = json.loads((DOCS / "plan.schema.json").read_text())
@@ -34,9 +34,7 @@ ADAPTIVE = f"--schedule adaptive {SIZE}"
 MODEL = "--model Llama-3-8B "
 
 CUSTOM: dict[str, dict[str, Any]] = {
-    "uneven.json": {"stage_weights": [2, 1, 1, 1, 1, 1, 1, 3], "stage_activations": [1, 1, 1, 1, 1, 1, 1, 2]},
     "weights.json": {"weight_share": 0.4},
-    "recompute.json": {"recompute_share": 1, "kept_share": 0.06},
     "copies.json": {"copy_time": 0.5},
     "messages.json": {"forward": 1, "input_grad": 1.1, "weight_grad": 0.75, "messages": [0.25, 0.4]},
     "one-way.json": {"copy_time": 0.3, "one_way": True},
@@ -44,12 +42,13 @@ CUSTOM: dict[str, dict[str, Any]] = {
     "csv.json": {"copy_time": 1.5},
     "csv-one-way.json": {"copy_time": 1.5, "one_way": True},
 }
+RECOMPUTED = """--num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 PLANS = {
     **{name: f"--schedule {name} {SIZE} --costs 1,1.1,0.75,0.05" for name in NAMED},
     "four chunks": f"--schedule interleaved-1f1b:4 {SIZE}",
-    "uneven stages": f"--schedule v-half {SIZE} --costs uneven.json",
     "weight share": f"--schedule v-zb {SIZE} --costs weights.json",
-    "uniform recompute": f"--schedule 1f1b {SIZE} --costs recompute.json",
+    "uniform recompute": f"--schedule 1f1b {SIZE} --model recompute.sh",
     "half memory": f"{ADAPTIVE} --memory-limit 0.5 --costs 1,1.1,0.75,0.05",
     "a quarter, recomputed": f"{ADAPTIVE} --memory-limit 0.25 --save-memory recompute",
     "offloaded": f"{ADAPTIVE} --schedule adaptive:1 --memory-limit 0.5 --save-memory offload --costs copies.json",
@@ -68,7 +67,6 @@ PLANS = {
     "vocabulary parallelism, whole backwards": f"--schedule 1f1b {SIZE} {MODEL} --vocabulary-parallel",
     "vocabulary parallelism, adaptive": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --vocabulary-parallel "
     "--schedule adaptive:2",
-    "a chunk's profile": f"--schedule v-half {SIZE} --costs chunk.json",
     "a job's profile": "--schedule v-half --pipeline-size 2 --microbatches 8 --costs job.json",
     "a job's profile, offloaded": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs job.json "
     "--memory-limit 0.4 --save-memory both",
@@ -115,7 +113,7 @@ def assert_follows(document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PLANS)
 def test_figures_follow_from_the_json_alone(name: str, tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("chunk.json").write_text(json.dumps(a_chunks_profile()))
+    Path("recompute.sh").write_text(RECOMPUTED)
     Path("job.json").write_text(job_profile_text(a_jobs_profile(), versions={}, date="2026-01-01"))
     for file, fields in CUSTOM.items():
         Path(file).write_text(json.dumps({"version": 3, **fields}))

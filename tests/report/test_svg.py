@@ -177,21 +177,6 @@ def test_self_contained_in_light_and_dark():
     assert 'role="img"' in text
 
 
-def test_flags_stand_where_each_chunks_gradients_are_complete():
-    line = timeline("v-half", 4, 8, "1,1.1,0.75,0.05")
-    assert "flag" not in draw_svg([line])
-    root = ElementTree.fromstring(draw_svg([line], gradients=True))
-    drawn, legend = (path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "flag")
-    at = [float(x) for x in re.findall(r"M([\d.]+) [\d.]+v", drawn)]
-    ends = [left + width for left, _, width, _ in cells(root)]
-    times = [time for rank in range(4) for time in line.gradients_complete(rank)]
-    assert len(at) == len(times)
-    assert max(at) == pytest.approx(max(ends), abs=0.1)
-    assert sorted(range(8), key=at.__getitem__) == sorted(range(8), key=times.__getitem__)
-    assert legend
-    assert "gradients are complete" in words(root)
-
-
 @pytest.mark.parametrize("one_way", [False, True])
 def test_copies_stand_in_lanes_of_their_own(one_way):
     line = saved(one_way=one_way)

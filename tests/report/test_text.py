@@ -93,7 +93,7 @@ def test_a_column_longer_than_a_pass_shows_the_share_computed():
     assert row.lstrip().startswith(("░", "▒", "▓", "█"))
     # Rank 3 of 1F1B waits for the first forward and then never idles before its end.
     assert set(row.strip().split(" ")[0][1:-1]) == {"█"}
-    assert "--width" in plain
+    assert "a wider terminal shows more" in plain
 
 
 def test_several_timelines_share_one_scale():

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulated_ours import _SPEC, SleepingStages, _channels, carry_out, settle
+from benchmarks.emulated_passes import Passes
+from benchmarks.emulated_ranks import begin_together, run_ranks
 from megatron.schedules.measure.iteration_summary import rank_times
 from megatron.schedules.measure.slow_ranks import SlowWatch
 from megatron.schedules.planner.registry import plan
@@ -31,9 +34,6 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
-from tools.benchmarks.emulated_ours import _SPEC, SleepingStages, _channels, carry_out, settle
-from tools.benchmarks.emulated_passes import Passes
-from tools.benchmarks.emulated_ranks import begin_together, run_ranks
 
 RANKS, SLOW_RANK, SLOWER, FROM = 4, 3, 1.5, 4
 LATENCY_MS = 0.2

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import sequential, v_shape
-from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
@@ -179,14 +179,13 @@ def test_a_split_backward_needs_room_for_what_it_recomputed():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half"])
-def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
-    timeline = planned(name, 4, 6)
-    spans = slow_spans(timeline.schedule, Costs())
-    assert spans is not None
-    for rank, row in enumerate(timeline.schedule.order):
-        for chunk, time in enumerate(timeline.gradients_complete(rank)):
-            own = [p for p in row if timeline.schedule.placement.chunk_of(p.stage) == chunk]
-            assert time == max(spans[p][1] for p in own if p.kind in (Kind.W, Kind.B))
+def test_gradients_are_complete_at_each_stages_last_weight_gradient(name: str):
+    for row in planned(name, 4, 6).schedule.order:
+        complete = gradients_complete(row)
+        assert complete.keys() == {work.stage for work in row}
+        for stage, index in complete.items():
+            assert row[index].kind in (Kind.W, Kind.B)
+            assert not any(work.stage == stage and work.kind in (Kind.W, Kind.B) for work in row[index + 1 :])
 
 
 # --- recomputed forwards, and copies -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.schedule.text_forms import to_csv
+from tests.measure.custom import profiled
 from tests.measure.test_job_profile import V, profile
 from tests.measure.test_recorded_run import made
 
@@ -25,42 +26,16 @@ _ODD = """
 """.split()
 _ODD += ["9" * 5000, "-" + "9" * 400, "[" * 2000 + "]" * 2000, "1" + "0" * 308, json.dumps("x" * 5000)]
 
-CHUNK_PROFILE = {
-    "version": 1,
-    "device": "a GPU",
-    "tensor_parallel": 1,
-    "micro_batch_size": 1,
-    "model": {"layers": 8, "hidden_size": 64, "heads": 4, "sequence_length": 128},
-    "chunk": {
-        "layers": 2,
-        "forward": {"median": 0.02},
-        "input_grad": {"median": 0.02},
-        "weight_grad": {"median": 0.01},
-        "recompute": {"median": 0.02},
-        "activation_bytes": 4000,
-        "weight_bytes": 3000,
-        "input_bytes": 100,
-    },
-    "embedding": {key: {"median": 0.01} for key in ("forward", "input_grad", "weight_grad")} | {"activation_bytes": 10},
-    "output_layer": {key: {"median": 0.05} for key in ("forward", "input_grad", "weight_grad")}
-    | {"activation_bytes": 900},
-    "copy_gbps": {"to_host": 20.0, "from_host": 21.0, "both_ways": 15.0},
-}
+RATES = {"to_host": 20.0, "from_host": 21.0, "both_ways": 15.0}
 CUSTOM_COSTS = {
     "version": 3,
     "forward": 1.0,
     "input_grad": 1.1,
     "weight_grad": 0.75,
     "latency": 0.05,
-    "stage_weights": [1.5, 1, 1, 1, 1, 1, 1, 1],
-    "stage_activations": [1, 1, 1, 1, 1, 1, 1, 2],
     "weight_share": 0.4,
-    "recompute_share": 0.5,
-    "kept_share": 0.5,
-    "layer_input_share": 0.06,
     "copy_time": 0.7,
     "one_way": True,
-    "ranks_per_link": 2,
 }
 MODEL_FLAGS = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 --swiglu "
@@ -72,7 +47,7 @@ def good(folder: Path) -> dict[str, Path]:
     """A good file of each sort, by its sort: as the program writes them, or as its users do."""
     texts = {
         "schedule.csv": to_csv(plan(Request("v-half", 4, 8))),
-        "chunk-profile.json": json.dumps(CHUNK_PROFILE),
+        "device-profile.json": json.dumps(profiled(8, copy_gbps=RATES)),
         "job-profile.json": job_profile_json.to_text(profile(v_shape(4), *V)),
         "recorded.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, latencies=((0, 1, 0.75),)))),
         "custom-costs.json": json.dumps(CUSTOM_COSTS),
@@ -104,12 +79,12 @@ def odd_inputs(folder: Path) -> list[str]:
         "digits.csv": csv.replace("3F2", "³F٢"),
         "deep.json": "[" * 100_000,
         "long-number.json": '{"version": ' + "9" * 5000 + "}",
-        "large-number.json": _chunk("1" + "0" * 400),
-        "infinity.json": _chunk("Infinity"),
-        "nan.json": _chunk("NaN"),
-        "negative.json": _chunk("-1"),
-        "tiny.json": _chunk("1e-300"),
-        "good.json": _chunk("0.02"),
+        "large-number.json": _profile("1" + "0" * 400),
+        "infinity.json": _profile("Infinity"),
+        "nan.json": _profile("NaN"),
+        "negative.json": _profile("-1"),
+        "tiny.json": _profile("1e-300"),
+        "good.json": _profile("20"),
         "list.json": "[1, 2, 3]",
         "word.json": '"version"',
         "null.json": "null",
@@ -180,9 +155,9 @@ def mutations(path: Path, count: int) -> list[Path]:
     return found
 
 
-def _chunk(seconds: str) -> str:
-    """A cost profile in which an input gradient takes so long."""
-    return json.dumps(CHUNK_PROFILE).replace('"input_grad": {"median": 0.02}', f'"input_grad": {{"median": {seconds}}}')
+def _profile(ms: str) -> str:
+    """A cost profile in which input gradients take so long."""
+    return json.dumps(profiled(8)).replace('"I": {"median": 96', f'"I": {{"median": {ms}')
 
 
 def _cut(text: str) -> Iterator[str]:

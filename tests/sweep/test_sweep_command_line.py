@@ -38,13 +38,11 @@ COMPANY = {
     "--layers": MODEL,
     "--vocabulary-parallel": MODEL,
     "--costs": ["--save-memory", "offload"],
-    "--width": ["--format", "text"],
-    "--gradients": ["--format", "svg"],
 }
 # What a file is read by, beside the flag that each sort is for.
 READERS = {
     "schedule.csv": ["--schedule", "--model"],
-    "chunk-profile.json": ["--costs", "--recorded"],
+    "device-profile.json": ["--costs", "--recorded"],
     "custom-costs.json": ["--costs", "--recorded"],
     "job-profile.json": ["--costs", "--recorded"],
     "recorded.json": ["--recorded", "--costs"],

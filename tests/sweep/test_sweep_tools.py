@@ -1,4 +1,4 @@
-"""The programs in tools/ with values that nobody can mean: each call ends soon, well or in one line."""
+"""Programs that people call, with values that nobody can mean: each call ends soon, well or in one line."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.sweep.worker import ROOT, Call, Calls
 # Programs that people call, each with a call that works and is soon over. The others are parts of these.
 GRID = "--model 9.6B --gpus 8 --batch-size 8 --method 1F1B --jobs 1"
 BASES: dict[str, list[str]] = {
-    "collect_sweep": ["sweep"],
-    "demo_corpus": ["--output", "corpus.jsonl", "--megabytes", "0.01"],
-    "emulate_run": "--output run --pipeline-size 2 --microbatches 2 --unit-ms 0.1".split(),
-    "grid_search": GRID.split(),
-    "preprocess_data": ["--input", "conversation.jsonl", "--output-prefix", "corpus"],
-    "profile_passes": "--output profile.json --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--micro-batch-size 1".split(),
+    "tools.collect_sweep": ["sweep"],
+    "tools.demo_corpus": ["--output", "corpus.jsonl", "--megabytes", "0.01"],
+    "benchmarks.emulate_run": "--output run --pipeline-size 2 --microbatches 2 --unit-ms 0.1".split(),
+    "tools.grid_search": GRID.split(),
+    "tools.preprocess_data": ["--input", "conversation.jsonl", "--output-prefix", "corpus"],
+    "tools.profile_passes": "--output profile.json --num-layers 4 --hidden-size 32 --num-attention-heads 4 "
+    "--seq-length 16 --micro-batch-size 1".split(),
 }
 # These start processes that work for a second or two in each call that is good: of their values, one of so many.
-SLOW = {"emulate_run": 32, "grid_search": 24}
+SLOW = {"benchmarks.emulate_run": 32, "tools.grid_search": 24}
 # What goes wrong together is told of any of these.
 RELATED = {
     "--slow": ["--costs"],
@@ -40,7 +40,7 @@ REFUSED = ["--gpus", "1"]
 
 
 def flags_of(tool: str) -> list[Flag]:
-    module = importlib.import_module(f"tools.{tool}")
+    module = importlib.import_module(tool)
     command = click_command(module)
     return of_click(command) if command is not None else of_argparse(parser_of(module.main))
 
@@ -76,11 +76,11 @@ def calls_of(tool: str, places: tuple[list[str], list[str]], every: int) -> Sequ
 
 def test_every_program_of_tools_is_swept():
     programs = {
-        path.stem
+        f"tools.{path.stem}"
         for path in (ROOT / "tools").glob("*.py")
         if not path.stem.startswith("_") and "__main__" in path.read_text()
     }
-    assert programs == set(BASES)
+    assert {*programs, "benchmarks.emulate_run"} == set(BASES)
 
 
 @pytest.mark.parametrize("tool", BASES)
@@ -89,5 +89,5 @@ def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
 ):
     every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 8)
     calls = calls_of(tool, places, every)
-    said = "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool))
+    said = "\n".join(faults(Calls(tool, folder).ended(calls), tool.rpartition(".")[2]))
     assert not said, said

@@ -78,7 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(folder: Path) -> tuple[list[str], list[str]]:
     """Paths to read from, and to write to."""
     good = files.good(folder)
-    read = [str(good[name]) for name in ("schedule.csv", "chunk-profile.json", "job-profile.json", "custom-costs.json")]
+    read = [
+        str(good[name]) for name in ("schedule.csv", "device-profile.json", "job-profile.json", "custom-costs.json")
+    ]
     return [*read, *files.odd_inputs(folder)], files.odd_outputs(folder)
 
 

@@ -32,11 +32,11 @@ from tools import preprocess_data
 list(preprocess_data.encode_all(iter(range(100)), endless, 2))
 """,
     "a benchmark in a process of its own": """
-from tools.benchmarks.apart import rows_apart
+from benchmarks.apart import rows_apart
 list(rows_apart(endless, True, print))  # 1
 """,
     "emulated ranks": """
-from tools.benchmarks.emulated_ranks import run_ranks
+from benchmarks.emulated_ranks import run_ranks
 run_ranks(2, endless, 600)
 """,
     "forked ranks of the GPU tests": """
@@ -178,7 +178,7 @@ def test_a_training_that_validates_a_grid_search_ends_with_it(how: signal.Signal
     [
         "from megatron.schedules.utils.child_processes import worker_pool\n"
         "if __name__ == '__main__':\n    with worker_pool(1) as pool: print(pool.submit(abs, -3).result())\n",
-        "from tools.benchmarks.apart import rows_apart\nfrom tests.endless import three\n"
+        "from benchmarks.apart import rows_apart\nfrom tests.endless import three\n"
         "if __name__ == '__main__':\n    print(*rows_apart(three, True, print))\n",
     ],
     ids=["pool", "benchmark"],
@@ -202,7 +202,7 @@ def test_no_worker_imports_from_the_working_directory(text: str, tmp_path: Path)
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("folder", [".", "tools", "scripts"])
+@pytest.mark.parametrize("folder", [".", "benchmarks", "tools", "scripts"])
 def test_no_program_lies_beside_a_file_named_as_a_module_of_the_standard_library(folder: str) -> None:
     # A script's own folder comes first when it imports.
     assert not {path.stem for path in (ROOT / folder).iterdir()} & sys.stdlib_module_names

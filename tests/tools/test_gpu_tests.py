@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.programs.program import Action
@@ -23,7 +24,6 @@ from megatron.schedules.schedule.simulator import simulate
 from tests.integration.server import VERSIONS
 from tests.tools import gpu_pieces
 from tests.waiting import HANGS_S
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests import __main__ as program
 from tools.gpu_tests import comparing, needs, one_gpu, report
 from tools.gpu_tests.layouts import layout_of

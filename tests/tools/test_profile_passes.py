@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import astuple
 
+from megatron.schedules.measure.cost_file import read_profile
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.kinds import Kind, Share
 from tools import profile_passes
 
 PROGRAM = Path(profile_passes.__file__)
@@ -65,13 +69,11 @@ def test_a_chunk_is_by_default_one_of_two_a_rank():
 
 def test_what_only_a_pipeline_needs_is_not_for_megatron():
     job = "--pipeline-schedule adaptive --pipeline-memory-limit=0.5 --rampup-batch-size 2 2 8 --bf16 --lr 1e-3"
-    asked = parse(*job.split(), "--pipeline-model-parallel-size", "2", "--profile-name", "small")
+    asked = parse(*job.split(), "--pipeline-model-parallel-size", "2")
     assert asked.flags[-3:] == ["--bf16", "--lr", "1e-3"]
     assert not {"--pipeline-schedule", "--rampup-batch-size", "8", "--pipeline-model-parallel-size"} & {*asked.flags}
     at = asked.flags.index("--num-layers")
     assert asked.flags[at + 1] == "3", "Megatron builds the chunk alone"
-    assert "--num-layers 12" in asked.given and "--rampup-batch-size 2 2 8" in asked.given
-    assert "--output" not in asked.given and "small" not in asked.given
 
 
 def test_several_processes_share_a_tensor_parallel_model():
@@ -85,37 +87,37 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
-def test_a_profile_has_times_and_bytes_of_all_three_parts(tmp_path):
+def test_a_profile_is_a_jobs_with_times_and_bytes_of_all_three_parts(tmp_path):
     output = tmp_path / "profile.json"
     job = "--vocab-size 90 --pipeline-model-parallel-size 3 --pipeline-schedule v-half --global-batch-size 24".split()
     done = run("--output", str(output), *SHAPE, *job, "--profile-repetitions", "4")
     assert done.returncode == 0, done.stderr
     assert "chunk: 4 of 4" in done.stderr and str(output) in done.stdout
-    found = json.loads(output.read_text())
-    assert found["version"] == 1 and found["device"]
-    model = {"layers": 12, "hidden_size": 32, "heads": 4, "sequence_length": 16, "vocabulary": 128, "name": None}
-    assert found["model"] | model == found["model"]
-    assert (found["micro_batch_size"], found["tensor_parallel"], found["context_parallel"]) == (2, 1, 1)
-    assert found["dtype"] == "fp32" and set(found["versions"]) == {"torch", "megatron-core"}
-    for name in ("chunk", "output_layer", "embedding"):
-        for kind in ("forward", "input_grad", "weight_grad"):
-            times = found[name][kind]
-            assert 0 < times["low"] <= times["median"] <= times["high"] < 60
-    chunk, output_layer, embedding = (found[name] for name in ("chunk", "output_layer", "embedding"))
-    assert chunk["layers"] == 2
+    found = read_profile(output)
+    assert found.facts == Facts(found.facts.device, 12, 32, 4, 16, 2, 1, vocabulary=128, dtype="fp32")
+    assert found.facts.device and set(json.loads(output.read_text())["versions"]) == {"torch", "megatron-core"}
+    assert found.layers == (0, 12, 0)
+    for stage in found.stages:
+        assert {Kind.F, Kind.I, Kind.W} <= stage.times.keys()
+        for time in stage.times.values():
+            assert 0 < time.low <= time.median <= time.high < 60_000
+    embedding, layers, output_layer = found.stages
     # The inputs of a layer's four linears, and the gradients of their outputs, in numbers of four bytes.
     tokens, hidden = 2 * 16, 32
-    assert chunk["weight_bytes"] == 2 * 4 * tokens * hidden * (1 + 1 + 1 + 4 + 3 + 1 + 4 + 1)
-    assert chunk["weight_bytes"] < chunk["activation_bytes"] < 2 * chunk["weight_bytes"]
+    assert layers.sizes[Share.WEIGHTS] == 12 * 4 * tokens * hidden * (1 + 1 + 1 + 4 + 3 + 1 + 4 + 1)
+    assert layers.sizes[Share.WEIGHTS] < layers.held < 2 * layers.sizes[Share.WEIGHTS]
+    assert found.layer_bytes == pytest.approx(layers.held / 12)
     # Of a layer that is recomputed only its input is kept.
-    assert chunk["input_bytes"] == 2 * 4 * tokens * hidden
-    assert 0.2 < chunk["recompute"]["median"] / chunk["forward"]["median"] < 5
-    assert set(found["copy_gbps"]) == {"to_host", "from_host", "both_ways"}
-    assert all(0.01 < rate < 1000 for rate in found["copy_gbps"].values())
+    assert layers.held - layers.sizes[Share.RECOMPUTED] == pytest.approx(12 * 4 * tokens * hidden)
+    costs = found.costs(3)
+    assert costs.layer_input == pytest.approx(12 * 4 * tokens * hidden / layers.held)
+    assert 0.2 < costs.recompute_time < 5 and costs.copy > 0
+    assert costs.forward == pytest.approx(layers.median(Kind.F) / 6)
+    assert found.copy_gbps is not None and all(0.01 < rate < 1000 for rate in astuple(found.copy_gbps))
     assert " GB/s to the host" in done.stdout
     # The output layer's weight gradient is part of I.
-    assert output_layer["weight_bytes"] == 0 < output_layer["activation_bytes"]
-    assert embedding["weight_bytes"] == 0 < embedding["activation_bytes"]
+    assert output_layer.sizes[Share.WEIGHTS] == 0 < output_layer.held
+    assert embedding.sizes[Share.WEIGHTS] == 0 < embedding.held
 
 
 def test_flags_that_megatron_refuses_are_one_line(tmp_path):

@@ -9,15 +9,15 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron.schedules.measure import cost_profile, job_profile_json, recorded_run
+from megatron.schedules.measure import cost_file, job_profile_json, recorded_run
 from megatron.schedules.planner.replanning import Expected, Proposal
 from megatron.schedules.schedule.costs_json import ByKind, ByShare
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import from_record, to_record
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.json_files import MOST, decode, encode
+from megatron.schedules.utils.json_files import MOST, encode
 from tests.planner.made_schedules import planned
-from tests.test_damaged_files import a_chunks_profile, a_jobs_profile, a_run, changed
+from tests.test_damaged_files import a_jobs_profile, a_run, changed
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,14 +34,6 @@ def test_a_jobs_profile_is_read_as_it_was_written():
     text = job_profile_json.to_text(profile, versions={"torch": "2.9"}, date="2026-01-01")
     assert job_profile_json.from_text(text) == profile
     assert (json.loads(text)["versions"], json.loads(text)["date"]) == ({"torch": "2.9"}, "2026-01-01")
-
-
-def test_a_chunks_profile_is_written_as_it_was_read():
-    data = a_chunks_profile()
-    form = decode(json.dumps(data), cost_profile.ChunkProfileForm)
-    data["model"]["recompute"] = None
-    assert json.loads(encode(form, indent=1)) == data
-    assert cost_profile.from_text(encode(form)).costs(2).copy > 0
 
 
 @pytest.mark.parametrize("name", ["recorded.json", "recorded-cured.json"])
@@ -85,7 +77,6 @@ def test_what_is_no_proposal_is_refused(text: str):
 
 
 RUN, JOB = json.loads(recorded_run.to_text(a_run())), json.loads(job_profile_json.to_text(a_jobs_profile()))
-CHUNK = a_chunks_profile()
 
 
 @pytest.mark.parametrize(
@@ -133,10 +124,7 @@ CHUNK = a_chunks_profile()
         (JOB, ("iterations",), [5, 3], r"\$.iterations must be the first and the last one that were timed"),
         (JOB, ("latencies",), [[0, 0, 1]], r"\$.latencies\[0\] must be between two of 2 ranks, not from 0 to 0"),
         (JOB, ("times_in",), "s", r"\$.times_in is wrong: invalid enum value 's'"),
-        (CHUNK, ("chunk", "forward", "median"), 0, r"\$.chunk.forward.median must be a number >= 1e-15, not 0"),
-        (CHUNK, ("chunk", "layers"), 17, r"\$.chunk.layers must be 16 at most, as \$.model.layers, not 17"),
-        (CHUNK, ("model", "layers"), 10**30, rf"\$.model.layers must be a whole number <= 10000, not {10**30}"),
-        (CHUNK, ("embedding",), None, r"\$.embedding must be an object, not null"),
+        (JOB, ("model", "layers"), 10**30, rf"\$.model.layers must be a whole number <= 10000, not {10**30}"),
     ],
 )
 def test_a_refusal_names_the_field(data: Any, path: tuple[Any, ...], value: Any, why: str, tmp_path: Path):
@@ -150,17 +138,9 @@ def test_a_refusal_names_the_field(data: Any, path: tuple[Any, ...], value: Any,
         changed(data, path, text) if there else changed(data, path[:-1], json.dumps({**inner, path[-1]: value}))
     )
     with pytest.raises(PlanError, match=why) as caught:
-        (recorded_run.read_recorded if data is RUN else cost_profile.read_profile)(file)
+        (recorded_run.read_recorded if data is RUN else cost_file.read_profile)(file)
     assert str(caught.value).startswith(f"{file} is no ") and str(caught.value).endswith("such files")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("end", "lacks"), [("embedding", "embedding"), ("input_bytes", "input_bytes")])
-def test_what_comes_together_is_asked_for_together(end: str, lacks: str):
-    data = a_chunks_profile()
-    del (data if end in data else data["chunk"])[end]
-    with pytest.raises(PlanError, match=f"lacks '{lacks}'"):
-        cost_profile.from_text(json.dumps(data))
 
 
 def test_clocks_may_disagree_by_a_microsecond():

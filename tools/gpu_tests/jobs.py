@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 import pretrain_gpt
+from benchmarks.quick_start import quick_start
 from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools import _pass_times as times
-from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.pieces import Setting
 from tools.gpu_tests.ranks import run_ranks
 from tools.gpu_tests.round_passes import Watcher, watch

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.schedule.schedule import Schedule
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests import jobs
 from tools.gpu_tests.comparing import BF16, FP32, compared
 from tools.gpu_tests.layouts import Layout, layout_of

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import FP32, compared, same_bits
 from tools.gpu_tests.pieces import FAULT, Row, Setting
 

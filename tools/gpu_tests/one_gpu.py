@@ -10,12 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks import memory, memory_saving
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import to_csv
-from tools.benchmarks import memory, memory_saving
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import BF16, FP32, compared, same_bits
 from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Skipped
 

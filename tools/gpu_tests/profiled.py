@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.job.measuring import COSTS
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.recorder import Recorder
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.text_forms import to_csv
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.offloaded import offloaded
 from tools.gpu_tests.pieces import FAULT, Row, Setting
 from tools.gpu_tests.watchers import Spans
@@ -73,7 +73,6 @@ def measures_itself(setting: Setting) -> Iterator[Row]:
             except (RankError, ValueError) as error:
                 yield {"schedule": name, FAULT: fault_of(error)}
             else:
-                assert isinstance(profile, JobProfile)
                 yield {"schedule": name, **against(profile, ran.found, strict=not setting.on_cpu)}
 
 

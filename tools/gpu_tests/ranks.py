@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.utils.child_processes import end_with_parent, safe_path
-from tools.benchmarks.emulated_ranks import RankError
 
 
 def run_ranks(

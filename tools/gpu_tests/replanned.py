@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from benchmarks.emulated_ranks import RankError
 from megatron.schedules.integration.log.run_log import Logged, RunLog
 from megatron.schedules.integration.rank_device import STANDIN_VARIABLE
 from megatron.schedules.job.flags import SEARCH_VARIABLE
@@ -15,7 +16,6 @@ from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.replanning import Proposal
 from megatron.schedules.programs.program import Action, Program
 from megatron.schedules.schedule.kinds import WHOLES, Kind
-from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.pieces import FAULT, Row, Setting
 
 _RANKS, _MICROBATCHES, _ITERATIONS = 2, 8, 9

@@ -27,13 +27,12 @@ from megatron.schedules.report.frontier_svg import draw_comparison
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, size
+from megatron.schedules.utils.parsing import size
 from megatron.schedules.utils.printable import counted, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of text that is not written to a terminal
 _LIMITING = 0.02  # least bubble that uneven ranks leave, from which a line says so
-_WIDEST = 100_000  # columns that a pager can still show
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # \b keeps click from joining the lines.
@@ -51,19 +50,6 @@ _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
 
 _ADAPTIVE = "\nadaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
-
-_gradients = click.option(
-    "--gradients",
-    is_flag=True,
-    help="Mark where each chunk's gradients are complete, in an SVG, PNG or PDF: to see how much of their "
-    "data-parallel reduction --overlap-grad-reduce hides behind the rest of the schedule.",
-)
-_width = click.option(
-    "--width",
-    metavar="COLUMNS",
-    help="Columns of the text form: more than the terminal has show a long schedule pass by pass, say in less -S. "
-    f"Without it as wide as the terminal, or {_PAGE} columns where there is none.",
-)
 
 
 @click.group(invoke_without_command=True, context_settings=_HELP)
@@ -89,21 +75,16 @@ def _program(context: click.Context, version: bool) -> None:
     "for programs; svg, png and pdf are drawings for documents; html is a page to zoom and point at. "
     f"{_form_help} text.",
 )
-@_width
-@_gradients
 def _plan(
     schedule: str | None,
     form: str | None,
     output: Path | None,
-    width: str | None,
-    gradients: bool,
     **size: Any,
 ) -> None:
     """Plan one schedule: its order, timeline, bubble and activation memory."""
     if schedule is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(CHOICES)}")
     form = _form(form, output, _PLAN_FORMS)
-    columns = _drawn_as(form, width, gradients)
     plans = plans_of([schedule], [], **size)
     job = plan_of(plans.specs[0])
     plan = job.plan
@@ -120,7 +101,7 @@ def _plan(
             most = max(rank.activations for rank in job.memory)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.counted_for}.\n"
         drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), plans.microbatch_bytes)
-        _emit_drawing(form, drawing, output, columns, gradients, footer)
+        _emit_drawing(form, drawing, output, footer)
 
 
 @_program.command("compare", epilog=_SCHEDULES)
@@ -196,32 +177,30 @@ def _compare(
     "form",
     metavar="|".join(_DRAW_FORMS),
     help="svg, png and pdf are for documents; text for the terminal; html is a page to zoom and point at, with each "
-    f"rank's memory and idle time; trace is for Perfetto and chrome://tracing. {_form_help} svg.",
+    f"rank's memory and idle time; trace is for Perfetto and chrome://tracing. {_form_help} text on a terminal and svg "
+    "elsewhere.",
 )
-@_width
-@_gradients
 def _draw(
     schedules: Sequence[str],
     recorded: Path | None,
     form: str | None,
     output: Path | None,
-    width: str | None,
-    gradients: bool,
     **size: Any,
 ) -> None:
     """Draw schedules, or a recorded run, below one another on one time scale. Without either: 1F1B and V-Half."""
+    if form is None and output is None and sys.stdout is not None and sys.stdout.isatty():
+        form = "text"
     form = _form(form, output, _DRAW_FORMS)
-    columns = _drawn_as(form, width, gradients)
     if recorded is not None:
         if given := [name for name, value in {"schedule": schedules, **size}.items() if value]:
             flag = f"--{given[0].replace('_', '-')}"
             raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
-        _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
+        _emit_drawing(form, of_run(read_recorded(recorded)), output)
         return
     plans = plans_of(schedules, ["1f1b", "v-half"], **size)
     timelines = [plan_of(spec).plan.timeline for spec in plans.specs]
     drawing = of_plans(timelines, _caption(plans), _unit(plans), plans.microbatch_bytes)
-    _emit_drawing(form, drawing, output, columns, gradients)
+    _emit_drawing(form, drawing, output)
 
 
 def _counted_for(plans: JobPlans, room: float | None) -> str:
@@ -298,19 +277,7 @@ def _savings(decisions: Decisions) -> str:
     return f"Memory saving: {', '.join(parts)}.\n" if parts else ""
 
 
-def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
-    """Reads the width of the text format in columns. Refuses flags that ``form`` would ignore."""
-    columns = integer("--width", width, 1, "60 columns or more read well", _WIDEST)
-    if columns is not None and form != "text":
-        raise PlanError("--width is of the text form: give --format text, or leave the flag out")
-    if gradients and form not in ("svg", *PICTURES):
-        raise PlanError("--gradients marks an SVG, or a picture of one: give --format svg, or leave the flag out")
-    return columns
-
-
-def _emit_drawing(
-    form: str, drawing: Drawing, output: Path | None, columns: int | None, gradients: bool, footer: str = ""
-) -> None:
+def _emit_drawing(form: str, drawing: Drawing, output: Path | None, footer: str = "") -> None:
     """Writes a drawing. On a terminal the text format uses its width and colours; elsewhere it is plain."""
     if form in FORMS:
         if drawing.passes > FORMS[form]:
@@ -319,7 +286,7 @@ def _emit_drawing(
                 f"{form} of {drawing.passes} passes would be too large to look at: {FORMS[form]} at most; use --format "
                 f"{instead}"
             )
-        emit(drawn(drawing, form, gradients=gradients), output)
+        emit(drawn(drawing, form), output)
         return
 
     from rich.console import Console
@@ -331,7 +298,7 @@ def _emit_drawing(
     # With only 16 colours, letters are clearer than shades.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     timelines = [view.timeline for view in drawing.shown]
-    wide = columns or (console.width if terminal else _PAGE)
+    wide = console.width if terminal else _PAGE
     text = draw_text(timelines, wide, colour, drawing.labels, drawing.microbatch_bytes)
     text.append(footer)
     if not terminal:

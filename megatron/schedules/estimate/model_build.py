@@ -10,7 +10,7 @@ from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recom
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.estimate.work import Work, layer_work
-from megatron.schedules.measure.cost_profile import Profile
+from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
@@ -69,7 +69,7 @@ def with_model(
     *,
     shared: bool,
     placed: bool = False,
-    profile: Profile | None = None,
+    profile: JobProfile | None = None,
     hides: bool = False,
     prices: Prices = ANY,
 ) -> Costs:

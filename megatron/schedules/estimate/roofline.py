@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.schedules.estimate.build import Kind
 from megatron.schedules.estimate.models import Model, built, gpt
 from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
-from megatron.schedules.measure.cost_profile import Profile
+from megatron.schedules.measure.job_profile import JobProfile
 
 GIB = 2.0**30
 
@@ -115,7 +115,7 @@ class Roofline(Prices):
         return _LINK * (self._device.link if same_node else self._device.network)
 
 
-def corrections(profile: Profile, device: Device, model: Model) -> PassTimes:
+def corrections(profile: JobProfile, device: Device, model: Model) -> PassTimes:
     """Returns measured over estimated time of each pass of a layer, at the profile's setting.
 
     Args:

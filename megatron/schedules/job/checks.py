@@ -83,8 +83,6 @@ def check_model(spec: JobSpec) -> None:
         raise PlanError(f"{flags['shared_vocabulary']} needs the model's sizes, its vocabulary's too: give their flags")
     if spec.profile is not None and shape is not None and (fault := _fault(spec.profile.facts, spec, shape)):
         raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
-    if custom is not None and custom.stage_weights is not None and settings.vocabulary_parallel:
-        raise PlanError(f"{flags['shared_vocabulary']} plans by the model: leave $.stage_weights out of {file}")
     if custom is not None and custom.of_memory and shape is not None:
         raise PlanError(
             f"$.{custom.of_memory[0]} in {file} is for megatron-schedules: in training the model's sizes say what is "

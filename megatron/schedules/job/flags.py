@@ -54,18 +54,6 @@ SHARED = {
 def flags_of(prefix: str) -> Mapping[str, str]:
     """Maps each part of a planning request to its flag, see :meth:`.PlanError.told`."""
     schedule, costs, save = f"{prefix}schedule", f"{prefix}costs", f"{prefix}save-memory"
-    in_file = {
-        part: f"{costs} FILE.json $.{name}"
-        for part, name in {
-            "stage_weights": "stage_weights",
-            "stage_activations": "stage_activations",
-            "weight_share": "weight_share",
-            "stock_recompute": "recompute_share",
-            "kept": "kept_share",
-            "layer_input": "layer_input_share",
-            "copy": "copy_time",
-        }.items()
-    }
     return {
         "schedule": schedule,
         "csv": schedule,
@@ -79,5 +67,6 @@ def flags_of(prefix: str) -> Mapping[str, str]:
         "offload": f"{save} offload",
         "shared_vocabulary": f"{prefix}vocabulary-parallel",
         "search_seconds": f"${SEARCH_VARIABLE}",
-        **in_file,
+        "weight_share": f"{costs} FILE.json $.weight_share",
+        "copy": f"{costs} FILE.json $.copy_time",
     }

@@ -87,8 +87,6 @@ def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
     else:
         by = "by the model's arithmetic" if costs.model else "assumed"
         said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
-    if costs.stage_weights is not None:
-        return f"{said}; stages' weights as given"
     if costs.model is None:
         return f"{said}; equal stages assumed"
     last = costs.last_in_layers

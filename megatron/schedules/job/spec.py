@@ -19,7 +19,8 @@ from megatron.schedules.job.values import (
     MemorySaving,
     ScheduleChoice,
 )
-from megatron.schedules.measure.cost_profile import CustomCosts, Profile, read_costs
+from megatron.schedules.measure.cost_file import CustomCosts, read_costs
+from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.utils.parsing import read_text
 
 
@@ -191,7 +192,7 @@ class JobSpec:
     microbatches: int | None = None
     iterations: int | None = None
     csv: str | None = None
-    cost_file: Profile | CustomCosts | None = None
+    cost_file: JobProfile | CustomCosts | None = None
     model: Model | None = None
     hides_messages: bool | None = None
     is_built: bool = False
@@ -204,7 +205,7 @@ class JobSpec:
         return "model" not in self.flags
 
     @property
-    def profile(self) -> Profile | None:
+    def profile(self) -> JobProfile | None:
         """The cost file, if it was measured."""
         return None if isinstance(self.cost_file, CustomCosts) else self.cost_file
 

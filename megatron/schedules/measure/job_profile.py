@@ -31,6 +31,12 @@ class Measured(Form, frozen=True, kw_only=False):
     low: Amount
     high: Amount
 
+    @staticmethod
+    def of(times: Sequence[float]) -> Measured:
+        """Returns the median and percentiles of one or more times."""
+        tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+        return Measured(statistics.median(times), tenths[0], tenths[-1])
+
 
 @dataclass(frozen=True)
 class StageProfile:
@@ -189,7 +195,7 @@ class JobProfile:
         return sum(stage.messages.get(kind, 0.0) for stage in self.stages) / (2 * ranks)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """Returns ``planned`` with measured instead of estimated bytes, which include Megatron's recompute."""
+        """Returns ``planned`` with measured instead of estimated bytes."""
         if not self.layer_bytes:
             return planned
         _, layer_input = self._recompute
@@ -199,7 +205,7 @@ class JobProfile:
             layer_input * self.layer_bytes,
             (self.model.first.held, self.model.last.held),
             self.model.kept_for_output if self.shares_vocabulary else None,
-            recomputed=True,
+            recomputed=self.facts.recompute is not None,
         )
 
     def costs_like(self, planned: Costs) -> Costs:

@@ -1,4 +1,4 @@
-"""A job's own cost profile as JSON: version 2 of cost files."""
+"""Measured cost profiles as JSON."""
 
 from __future__ import annotations
 

@@ -92,18 +92,13 @@ def rank_measured(
         waited[stage, kind].append(time)
     return RankMeasured(
         rank,
-        {key: _measured(each) for key, each in took.items()},
+        {key: Measured.of(each) for key, each in took.items()},
         {key: statistics.median(each) for key, each in changed.items()},
         {stage: statistics.median(each) for stage, each in held.items()},
         dict(latencies),
         {key: statistics.median(each) for key, each in waited.items()},
         exposed,
     )
-
-
-def _measured(times: Sequence[float]) -> Measured:
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
-    return Measured(statistics.median(times), tenths[0], tenths[-1])
 
 
 @dataclass(frozen=True)

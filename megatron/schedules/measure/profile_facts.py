@@ -11,7 +11,6 @@ from megatron.schedules.utils.json_files import Count, Form, Index, Name, Positi
 
 # Far above any model's size, so a larger value is a typo.
 MOST_LAYERS = 10_000
-LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
 
 
 class CopyRates(Form, frozen=True, kw_only=False):
@@ -32,7 +31,6 @@ class Facts(NamedTuple):
         vocabulary: padded number of words; 0 if unknown.
         dtype: data type of the model.
         recompute: Megatron's ``--recompute-granularity``; its recomputed forwards are part of I.
-        name: name of the model.
     """
 
     device: str
@@ -46,7 +44,6 @@ class Facts(NamedTuple):
     vocabulary: int = 0
     dtype: str = ""
     recompute: str | None = None
-    name: str | None = None
 
 
 def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float | None:
@@ -61,34 +58,32 @@ def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float
 
 
 class ModelForm(Form, frozen=True, kw_only=True):
-    """A model in a profile; ``flags`` are for people."""
+    """A model in a profile."""
 
-    layers: LayerCount
+    layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
     hidden_size: Count
     heads: Count
     sequence_length: Count
-    vocabulary: Index | None = 0
+    vocabulary: Index
     recompute: Name | None = None
-    name: Name | None = None
-    flags: Any = UNSET
 
 
 class FactsForm(Form, frozen=True, kw_only=True):
-    """Fields of every profile; ``versions`` and ``date`` are for people."""
+    """The model and the device in a profile; ``versions`` and ``date`` are for people."""
 
     version: int
     device: Name
     micro_batch_size: Count
     tensor_parallel: Count
-    context_parallel: Count = 1
-    dtype: Name = ""
+    context_parallel: Count
+    dtype: Name
     model: ModelForm
     versions: Any = UNSET
     date: Any = UNSET
 
     def facts(self) -> Facts:
         """The same as :class:`Facts`."""
-        every = asdict(self) | asdict(self.model) | {"vocabulary": self.model.vocabulary or 0}
+        every = asdict(self) | asdict(self.model)
         return Facts(**{name: every[name] for name in Facts._fields})
 
 

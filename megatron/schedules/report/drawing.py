@@ -111,13 +111,12 @@ def of_run(recorded: Recorded) -> Drawing:
     return Drawing(views(recorded), f"{title(schedule.name)}, iteration {recorded.iteration}", caption, "ms")
 
 
-def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | bytes:
+def drawn(drawing: Drawing, form: str) -> str | bytes:
     """Returns ``drawing`` in one of :data:`FORMS`.
 
     Args:
         drawing: with no more passes than the form allows.
         form: name of the form.
-        gradients: mark where each chunk's gradients are complete, in an SVG, PNG or PDF.
     """
     if form in ("svg", *PICTURES):
         from megatron.schedules.report.svg import draw_svg
@@ -126,7 +125,6 @@ def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | byte
         svg = draw_svg(
             timelines,
             drawing.caption,
-            gradients=gradients,
             labels=drawing.labels,
             unit=drawing.unit,
             microbatch_bytes=drawing.microbatch_bytes,

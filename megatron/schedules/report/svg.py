@@ -43,15 +43,10 @@ _LIGHT = {"page": "#ffffff", "lane": "#edf0f4", "text": "#1b1f26", "faint": "#5d
 _DARK = {"page": "#14171c", "lane": "#262b33", "text": "#e8ebf0", "faint": "#9aa4b2", "memory": "#93a1ec"}
 
 
-# Text on cells of any colour, in both schemes.
-_FLAG = ".flag{fill:#d81e5b;stroke:#d81e5b;stroke-width:2}"
-
-
 def draw_svg(
     timelines: Sequence[Timeline],
     caption: str = "",
     *,
-    gradients: bool = False,
     labels: Sequence[str] = (),
     unit: str = "",
     microbatch_bytes: float = 0.0,
@@ -64,12 +59,11 @@ def draw_svg(
     Args:
         timelines: at least one, of any sizes. All have the same scale of time and of memory.
         caption: a line for the bottom.
-        gradients: mark where each chunk's gradients are complete.
         labels: a word for each timeline, to distinguish schedules of the same name.
         unit: unit of time; empty if unknown.
         microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
-    sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, gradients, unit)
+    sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, unit)
     for timeline, found, label in zip(timelines, sheet.found, labels or [""] * len(timelines), strict=True):
         sheet.section(timeline, found, label)
     sheet.axis()
@@ -141,8 +135,8 @@ class _Cells:
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is the next free position."""
 
-    def __init__(self, found: list[Figures], timelines: Sequence[Timeline], gradients: bool, unit: str) -> None:
-        self.found, self.gradients, self.unit = found, gradients, unit
+    def __init__(self, found: list[Figures], timelines: Sequence[Timeline], unit: str) -> None:
+        self.found, self.unit = found, unit
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
@@ -198,23 +192,12 @@ class _Sheet:
             if rank % every == 0:
                 self.text(_LEFT - 8, top + height / 2 + 3.8, f"rank {rank}", "faint end")
         self.parts += cells.drawn()
-        if self.gradients:
-            self.complete(timeline, pitch, height)
         self.y += schedule.ranks * pitch
 
     def lane(self, timeline: Timeline, top: float, height: float) -> None:
         """Draws the background of a lane, up to the end of the schedule."""
         wide = self.x(timeline.makespan) - _LEFT
         self.parts.append(f'<rect class="lane" x="{_LEFT}" y="{_n(top)}" width="{_n(wide)}" height="{_n(height)}"/>')
-
-    def complete(self, timeline: Timeline, pitch: float, height: float) -> None:
-        """Draws a flag at the end of each chunk's last weight gradient."""
-        path = "".join(
-            f"M{_n(self.x(time))} {_n(self.y + rank * pitch)}v{_n(height)}m0 {_n(-height)}h-5l5 5"
-            for rank in range(timeline.schedule.ranks)
-            for time in timeline.gradients_complete(rank)
-        )
-        self.parts.append(f'<path class="flag" d="{path}"/>')
 
     def curve(self, timeline: Timeline, rank: int, peak: float) -> None:
         """Draws the activation memory of ``rank`` over time as an area."""
@@ -275,11 +258,6 @@ class _Sheet:
                 x, self.y = float(_LEFT), self.y + 20
             self.text(x, self.y + 11, words, "faint")
         self.y += 22
-        if self.gradients:
-            self.parts.append(f'<path class="flag" d="M{_LEFT + 6} {_n(self.y)}v13m0 -13h-5l5 5"/>')
-            words = "a chunk's gradients are complete: with --overlap-grad-reduce their reduction starts here"
-            self.text(_LEFT + 14, self.y + 11, words, "faint")
-            self.y += 22
 
     def caption(self, caption: str) -> None:
         """Draws the caption and the meaning of the numbers, in as many lines as needed."""
@@ -315,7 +293,7 @@ class _Sheet:
             ".head{font-size:13px}.name{font-size:16px;font-weight:700}.figure{font-weight:600}.small{font-size:11px}"
             ".end{text-anchor:end}.middle{text-anchor:middle}.area{fill-opacity:.3;stroke-width:1.2}"
             ".limit{fill:none;stroke-dasharray:5 4}.axis{fill:none}"
-            f"{_FLAG * self.gradients}{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
+            f"{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
         )
 
 

@@ -118,7 +118,7 @@ class _Frame:
         else:
             line = Text(f"{_SHADES[1:]} busy for a quarter to all of a column's {number(1 / self.scale)} of time")
         if not self.cells:
-            line.append("\npasses are shorter than a column: --width gives more of them, --format svg draws each pass")
+            line.append("\npasses are shorter than a column: a wider terminal shows more, --format svg shows each")
         return line.append("\n")
 
     def _meanings(self) -> Text:

@@ -138,7 +138,6 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     """Costs of half a rank's layers as the user gave them, for information. The costs of stages follow from them.
 
     forward, input_grad, weight_grad, comm: F, I, W and the P2P latency of --costs.
-    stage_weights, stage_activations: values of the flags with these names.
     weight_share: activations from I to W over those from F to I; default 1.
     recompute: part of the forward that every I recomputes; default 0.
     recomputed_layers: number of the first layers of each stage for which it does; missing for all.
@@ -157,8 +156,6 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     input_grad: Quantity
     weight_grad: Quantity
     comm: Quantity
-    stage_weights: tuple[Quantity, ...] | UnsetType = UNSET
-    stage_activations: tuple[Quantity, ...] | UnsetType = UNSET
     weight_share: Quantity | UnsetType = UNSET
     recompute: Portion | UnsetType = UNSET
     recomputed_layers: Count | UnsetType = UNSET

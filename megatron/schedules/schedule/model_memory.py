@@ -100,8 +100,8 @@ class ModelMemory:
         self,
         layers: Sequence[float],
         weight_share: float,
-        input: float | None = None,
-        ends: tuple[float, float] | None = None,
+        input: float,
+        ends: tuple[float, float],
         vocabulary: tuple[float, float] | None = None,
         *,
         recomputed: bool,
@@ -111,20 +111,20 @@ class ModelMemory:
         Args:
             layers: bytes of each decoder layer from F to I.
             weight_share: bytes from I to W, relative to ``layers``.
-            input: bytes of a layer's input; None if not measured.
-            ends: bytes of the parts before and after the layers; None if not measured.
+            input: bytes of a layer's input.
+            ends: bytes of the parts before and after the layers.
             vocabulary: bytes from S to T on each rank, and in total on all ranks; None if not measured.
-            recomputed: whether Megatron's recompute was on, so that ``layers`` includes its savings.
+            recomputed: whether Megatron's recompute was on, so that ``layers`` include its savings.
         """
         shares = [1.0 if recomputed else layer.kept / layer.full for layer in self.layers]
-        first, last = ends or (self.first.kept, self.last.kept)
+        first, last = ends
         return replace(
             self,
             layers=tuple(
                 LayerMemory(held, share * held, weight_share * held, layer.parameters)
                 for layer, share, held in zip(self.layers, shares, layers, strict=True)
             ),
-            input=self.input if input is None else input,
+            input=input,
             first=self.first._replace(kept=first),
             last=self.last._replace(kept=last),
             mask=0.0,

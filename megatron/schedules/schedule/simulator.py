@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megatron.schedules.schedule.hidden_messages import hide
 from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Kind, Pass, Resource
-from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
+from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
 
@@ -134,14 +134,6 @@ class Timeline:
     def peaks(self) -> tuple[float, ...]:
         """Peak activation memory of each rank, in microbatches (of one rank's activations)."""
         return peaks(self.schedule, self.costs)
-
-    def gradients_complete(self, rank: int) -> tuple[float, ...]:
-        """For each chunk of ``rank``, the end of its last W (or B), when its gradients can be reduced."""
-        complete = gradients_complete(self.schedule.order[rank])
-        return tuple(
-            self.end[rank][complete[stage]] if stage in complete else 0.0
-            for stage in self.schedule.placement.stages_of(rank)
-        )
 
     @cached_property
     def limit(self) -> float:

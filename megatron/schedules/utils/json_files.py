@@ -8,7 +8,7 @@ file. The reader of a form checks what no single field can express, such as the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,9 +66,17 @@ def read_file[Made](path: Path, about: str | None, what: str, writers: str, made
         raise PlanError(f"{path} is no {what}: {error}; {writers}", about) from None
 
 
-def check_version(text: str, *known: int) -> int:
-    """Returns the version of a file, before the rest is read; raises :class:`.PlanError` if it is not in ``known``."""
+def check_version(text: str, *known: int, gone: Mapping[int, str] | None = None) -> int:
+    """Returns the version of a file, before the rest is read; raises :class:`.PlanError` if it is not in ``known``.
+
+    Args:
+        text: the file.
+        known: versions that are read.
+        gone: what files of earlier versions are, by version.
+    """
     found = decode(text, _Version).version
+    if gone and found in gone:
+        raise PlanError(f"it is {gone[found]} (version {found}), which is no longer read: measure again")
     if found not in known:
         raise PlanError(f"$.version is version {found}, and {' or '.join(map(str, known))} is read here")
     return found

@@ -1,0 +1,304 @@
+"""Dry run of a recipe: stock's schedule as the recipe sets it, ours in its place, and arguments to leave out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from benchmarks.recipes.acceptance import left_out, refused
+from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.model_build import StockRecompute
+from megatron.schedules.estimate.times import loads
+from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.job.checks import validate
+from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
+from megatron.schedules.job.spec import JobSpec, StockFlags
+from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.planner.layer_partition import levelled
+from megatron.schedules.planner.registry import AUTO, placement
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.placement import zigzag
+from megatron.schedules.utils.errors import PlanError
+
+# Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
+TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
+_GIB = 2.0**30
+# Microbatches of each rank with which the rules are asked.
+_MICROBATCHES_A_RANK = 3
+_HIDING = "overlap_moe_expert_parallel_comm"
+# Seconds of each search of ``auto`` on a typical core.
+SEARCH_SECONDS = 0.5
+# What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
+_NO_FIGURES = {
+    "enable_hyper_connections": "hyper-connections",
+    "hybrid_layer_pattern": "layers other than attention and MLP",
+    "peft": "adapters",
+}
+_UNKNOWN = {
+    **_NO_FIGURES,
+    "experimental_attention_variant": "the attention, counted as full attention",
+    "vision_config": "the vision encoder",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A planned schedule of a recipe.
+
+    Args:
+        schedule: value of the schedule's flag; for ``auto``, the schedule that it chose.
+        bubble: planned share of the time in which an average rank is idle.
+        gib: memory of the rank that needs most, GiB.
+        activations: its activations, GiB.
+        time: planned iteration time over that of stock's schedule.
+        layers: layers of each stage, as the flag takes them.
+        recomputed: share of the layers that our schedule recomputes itself.
+    """
+
+    schedule: str
+    bubble: float
+    gib: float
+    activations: float
+    time: float = 1.0
+    layers: str = ""
+    recomputed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer for a recipe.
+
+    Args:
+        name: the recipe.
+        gpus, device, gib: GPUs, their name, and memory of each, GiB.
+        sizes: parallel sizes, as T1 C1 E64 P4 V4.
+        microbatches: microbatches of an iteration.
+        precision: precision of the linears.
+        recompute: Megatron's recompute in the recipe; empty without.
+        stock: stock's schedule.
+        ours: our schedule: the first of those tried that fits, or the last.
+        auto: what ``auto`` chose on two chunks, with the layers of ``ours``; None if it was not searched.
+        half: :data:`HALF` without recompute, for a recipe with recompute.
+        without: stock's schedule without recompute, for a recipe with recompute.
+        left_out: arguments that have to be left out, and why.
+        refused: reason why the recipe is refused also without them; empty if it is accepted.
+        unknown: parts of the model that the estimate leaves out.
+    """
+
+    name: str
+    gpus: int
+    device: str
+    gib: float
+    sizes: str
+    microbatches: int
+    precision: str
+    recompute: str = ""
+    stock: Planned | None = None
+    ours: Planned | None = None
+    auto: Planned | None = None
+    half: Planned | None = None
+    without: Planned | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    unknown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Answer:
+        """Returns the answer in a record of a JSON file."""
+        names = "stock", "ours", "auto", "half", "without"
+        planned = {name: record.get(name) and Planned(**record[name]) for name in names}
+        return cls(**{**record, **planned, "unknown": tuple(record["unknown"])})
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if a schedule works with all of the recipe's arguments."""
+        return not (self.refused or self.left_out)
+
+
+def answer(
+    name: str,
+    args: argparse.Namespace,
+    device: str,
+    gib: float,
+    tried: Sequence[str] = TRIED,
+    seconds: float = SEARCH_SECONDS,
+) -> Answer:
+    """Dry-runs a recipe.
+
+    Args:
+        name: the recipe.
+        args: its arguments, as Megatron's parser returns them.
+        device, gib: the GPU, and its memory.
+        tried: our schedules, at least one.
+        seconds: time of each search of ``auto`` on a typical core; 0 to leave it out.
+
+    Raises:
+        PlanError: the arguments cannot be read, or stock's schedule cannot be planned.
+    """
+    spec, chunks = _read(args, gib)
+    # A plan does not depend on them. Their rules are asked below.
+    plain = replace(spec, stock=StockFlags())
+    stock, is_as_set = _stock(plain, chunks)
+    has_figures = not any(getattr(args, argument, None) for argument in _NO_FIGURES)
+    for each in tried:
+        ours = _planned(_placed(plain, ScheduleChoice(each, each)))
+        if not has_figures or _figures(ours).gib <= (1 - RESERVED) * gib:
+            break
+    found = Answer(
+        name,
+        args.world_size,
+        device,
+        gib,
+        _sizes(spec, chunks),
+        stock.request.microbatches,
+        _precision(spec, args),
+        unknown=(
+            *(said for argument, said in _UNKNOWN.items() if getattr(args, argument, None)),
+            *([] if is_as_set else ["stock's layers, which do not divide over the recipe's stages"]),
+        ),
+    )
+    found = _with_acceptance(found, spec, ours)
+    if not has_figures:
+        return found
+    found = replace(found, recompute=_recompute(spec.recompute), stock=_figures(stock), ours=_figures(ours, stock))
+    if seconds and not found.refused:
+        found = replace(found, auto=_figures(_auto(_without(spec, found.left_out), seconds), stock))
+    if not found.recompute:
+        return found
+    without = StockRecompute()
+    return replace(
+        found,
+        without=_figures(_stock(replace(plain, recompute=without), chunks)[0], stock),
+        half=_figures(_planned(_placed(replace(plain, recompute=without), ScheduleChoice(HALF, HALF))), stock),
+    )
+
+
+def with_acceptance(known: Answer, args: argparse.Namespace) -> Answer:
+    """Returns ``known`` with what the rules now say about the recipe's arguments. Its plans stay.
+
+    If a plan of ``auto`` recomputes and other arguments than before are left out, it is dropped: rules about
+    recompute may refuse it.
+
+    Args:
+        known: an answer of :func:`answer`.
+        args: the recipe's arguments.
+
+    Raises:
+        PlanError: the arguments cannot be read.
+    """
+    spec, _ = _read(args, known.gib)
+    sizes, micro = spec.sizes, spec.batch.micro or 1
+    # The rules read the order of passes, which repeats itself.
+    samples = _MICROBATCHES_A_RANK * sizes.pipeline * micro * (sizes.world // sizes.of_replica)
+    few = replace(spec, batch=replace(spec.batch, whole=samples, steps=None), stock=StockFlags())
+    name = TRIED[0] if known.ours is None else known.ours.schedule
+    found = _with_acceptance(known, spec, _planned(_placed(few, ScheduleChoice(name, name))))
+    is_stale = found.auto is not None and found.auto.recomputed > 0 and found.left_out != known.left_out
+    return replace(found, auto=None) if is_stale else found
+
+
+def _read(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int]:
+    """Returns the job, and its chunks of a rank under stock's schedule."""
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or _chunks(args) or 1
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    # Memory of hybrid models is not estimated.
+    device = "" if getattr(args, "hybrid_layer_pattern", None) else f"x{gib:g}GiB"
+    args.pipeline_schedule, args.pipeline_dry_run = "1f1b", f"{args.world_size}{device}"
+    check_bounds(args)
+    spec = completed(spec_of(args), args)
+    validate(spec)
+    return spec, chunks
+
+
+def _with_acceptance(found: Answer, spec: JobSpec, ours: JobPlan) -> Answer:
+    why = refused(spec, ours)
+    return replace(found, refused=why, left_out={} if why else left_out(spec, ours))
+
+
+def _without(spec: JobSpec, arguments: Container[str]) -> JobSpec:
+    """Returns the job without ``arguments``."""
+    given = frozenset(each for each in spec.stock.given if each not in arguments)
+    hides = spec.hides_messages and _HIDING not in arguments
+    return replace(spec, stock=replace(spec.stock, given=given), hides_messages=hides)
+
+
+def _chunks(args: Any) -> int | None:
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each:
+        return int(args.num_layers // (args.pipeline_model_parallel_size * each))
+    return args.num_virtual_stages_per_pipeline_rank
+
+
+@lru_cache(maxsize=256)
+def _planned(spec: JobSpec) -> JobPlan:
+    dry_run = spec.settings.dry_run
+    return plan_job(spec, Machine(None if dry_run is None else dry_run.device_bytes))
+
+
+def _placed(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
+    """Returns ``spec`` under a schedule, with the layers from which a search would start. Searches take minutes."""
+    request = Request(choice.name, spec.sizes.pipeline, 1, chunks=choice.chunks or 2)
+    where = zigzag(request.ranks, request.chunks) if choice.name == AUTO else placement(request)
+    assert where is not None, "the placement is known"
+    layers = None if spec.build is None else levelled(loads(spec.build), where)
+    free = replace(spec, layers=replace(spec.layers, first=None, last=None, layout=None, stand_in=(False, False)))
+    return _under(free, choice, layers=layers, **settings)
+
+
+def _auto(spec: JobSpec, seconds: float) -> JobPlan:
+    """Plans ``auto`` on two chunks of each rank, with the layers from which a search would start."""
+    return _planned(_placed(spec, ScheduleChoice(AUTO, AUTO), search_seconds=seconds))
+
+
+def _under(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
+    spec = spec.under(choice.name, **settings)
+    return replace(spec, settings=replace(spec.settings, schedule=choice))
+
+
+def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
+    """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    choice = ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
+    try:
+        return _planned(_under(spec, choice)), True
+    except PlanError:
+        return _planned(_placed(spec, choice)), False
+
+
+def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
+    """Figures of a planned job."""
+    timeline, worst = job.plan.timeline, job.memory[job.worst]
+    chosen = job.schedule.name if job.spec.settings.schedule.name == AUTO else job.spec.settings.schedule.text
+    return Planned(
+        chosen,
+        round(timeline.bubble, 4),
+        round(worst.device / _GIB, 1),
+        round(worst.activations / _GIB, 1),
+        1.0 if stock is None else round(timeline.makespan / stock.plan.iteration_time, 3),
+        ",".join(map(str, job.layers)),
+        round(job.request.decisions.mean_savings.get("recomputed", 0.0), 3),
+    )
+
+
+def _sizes(spec: JobSpec, chunks: int) -> str:
+    sizes = spec.sizes
+    each = {"T": sizes.tensor, "C": sizes.context, "E": sizes.expert, "P": sizes.pipeline, "V": chunks}
+    return " ".join(f"{letter}{size}" for letter, size in each.items() if size > 1)
+
+
+def _precision(spec: JobSpec, args: Any) -> str:
+    if "fp4" in spec.stock.given:
+        return "nvfp4"
+    return f"fp8 {spec.stock.fp8_recipe}" if spec.stock.fp8_recipe else "bf16" if args.bf16 else "fp32"
+
+
+def _recompute(recompute: StockRecompute) -> str:
+    return (
+        ", ".join(recompute.modules or ("core_attn",))
+        if recompute.granularity == "selective"
+        else recompute.granularity or ""
+    )
