@@ -32,7 +32,7 @@ from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.gpt_data import masks_documents
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.gpu_libraries import came_compiled
+from megatron.schedules.integration.gpu_libraries import came_compiled, te_missing
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
@@ -57,6 +57,7 @@ def _parse_args(stock: Stock, session: Session, extra_args_provider: Any = None,
 def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwargs: Any) -> Any:
     job = check(args) if hasattr(args, "pipeline_schedule") else None
     if job is None:
+        _refuse_te_on_cpu(args)
         return stock(args, *rest, **kwargs)
     spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
     if settings.dry_run is not None:
@@ -66,6 +67,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
             "no CUDA device here, and Megatron requires one: to try it on the CPU call "
             "megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)"
         )
+    _refuse_te_on_cpu(args)
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
     reset_stocks_own(args)
@@ -83,6 +85,13 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     session.hybrid_layers = job.layers if hybrid else None
     session.args, session.spec, session.planner = args, spec, Planner(job)
     return result
+
+
+def _refuse_te_on_cpu(args: Any) -> None:
+    """Refuses Megatron's default layers on a CPU, with a schedule or not: building them would end in a TypeError."""
+    flag = "--transformer-impl transformer_engine"
+    if standin.enabled() and args.transformer_impl in flag.split() and (fault := te_missing()):
+        refuse(f"{flag} does not work here: {fault}; on a CPU give --transformer-impl local")
 
 
 def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.gpu_libraries import te_fault
+from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind
@@ -30,10 +30,8 @@ def unsplittable(spec: JobSpec) -> str:
         fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
     if fault is None:
         return ""
-    return (
-        f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local, "
-        "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
-    )
+    whole = "" if fault == te_missing() else ", or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
+    return f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local{whole}"
 
 
 class _Job(NamedTuple):
