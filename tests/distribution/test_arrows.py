@@ -59,7 +59,6 @@ def test_the_contracts_are_kept(package: Path) -> None:
         ("schedule/placement.py", "from megatron.schedules.schedule import simulator", "inside a room"),
         ("integration/flags/environment.py", "from megatron.schedules.integration import hooks", "inside a room"),
         ("../../tools/benchmarks/saving_entry.py", "from tools.benchmarks import saving", "inside a room"),
-        ("../../tools/gpu_tests/one_gpu.py", "from tools.gpu_tests import many_gpus", "inside a room"),
     ],
 )
 def test_a_wrong_import_breaks_its_contract(package: Path, module: str, line: str, contract: str) -> None:
