@@ -31,8 +31,9 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$PWD${PYTHONPATH:
 export TORCHDYNAMO_DISABLE=1
 if ! gpus=$("$python" -W ignore -c '
 from importlib.util import find_spec
-import pytest, torch, megatron.core
-if find_spec("megatron.training") is None: raise ModuleNotFoundError("No module named megatron.training")
+import pytest, torch
+for name in ("megatron.core", "megatron.training"):
+    if find_spec(name) is None: raise ModuleNotFoundError(f"there is no {name} here")
 print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>&1); then
   refuse "$python lacks something ($(tail -n 1 <<<"$gpus")); $needed"
 fi
