@@ -36,6 +36,7 @@ def main() -> None:
     refuse_other_data(sys.argv[1:])
     install()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    gpt.refuse_engine_without_gpu(args)
     model = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
     config = pretrain_cfg_container_from_args(args, model(args))
     pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)

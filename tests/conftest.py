@@ -14,20 +14,22 @@ from megatron.schedules.utils.cache_directory import PLANS_VARIABLE, USER_VARIAB
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full-matrix", action="store_true", help="Every setting under every schedule, not a chosen few.")
+    parser.addoption("--try-on-cpu", action="store_true", help="The GPU tests alone, with tiny models on the CPU.")
     parser.addoption("--features-to", metavar="FILE", help="Write which test shows which feature, and its outcome.")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is run only when the whole matrix is asked for."""
-    if not config.getoption("--full-matrix"):
-        left_out = [item for item in items if item.get_closest_marker("full_matrix")]
-        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
-        config.hook.pytest_deselected(items=left_out)
+    """Leave out what is run only when the whole matrix is asked for, and all but GPU tests where these are tried."""
+    left_out = []
+    for item in list(items):
+        matrix = item.get_closest_marker("full_matrix") and not config.getoption("--full-matrix")
+        if matrix or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
+            items.remove(item)
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full_matrix: run with --full-matrix alone")
-    config.addinivalue_line("markers", "feature(name, schedule): shows this feature of Megatron's; see --features-to")
     if config.getoption("--features-to"):
         config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
 

@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
-from megatron.schedules.estimate.grid import Found, Question, Short, fastest, search
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RESERVED, SAVING, Estimate
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
@@ -33,6 +32,7 @@ from megatron.schedules.report.table import aligned, markdown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import objection
+from tools._grid import Found, Question, Short, fastest, search
 from tools._run_settings import gpus_here, run_setting
 
 # All divisors of the GPUs are tried, and plans made for up to so many microbatches. More is a typing error.

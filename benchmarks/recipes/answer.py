@@ -14,8 +14,9 @@ from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.checks import validate
+from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.memory_limit import RESERVED
-from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.layer_partition import levelled

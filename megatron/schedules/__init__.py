@@ -84,7 +84,7 @@ def without_gpu() -> None:
     """On a machine without CUDA, have Megatron run on the CPU, for tests and demos; elsewhere do nothing.
 
     Call it before Megatron is imported. Give the job ``--distributed-backend gloo --transformer-impl local`` and what
-    else of Megatron's needs no CUDA kernel.
+    else of Megatron's needs no CUDA kernel: layers are Megatron's local ones.
 
     Raises:
         RuntimeError: Megatron was imported before and holds kernels to compile for CUDA.

@@ -9,13 +9,13 @@ import pytest
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, Kind
 from megatron.schedules.estimate.build_flags import numbers
-from megatron.schedules.estimate.grid import Question
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.roofline import DEVICES, Roofline
 from megatron.schedules.estimate.times import Prices, layer_times, loads
 from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.utils.errors import PlanError
+from tools._grid import Question
 
 LLAMA = "Llama-3-8B"
 HIDDEN, INNER, KEYS, QUERIES = 4096, 14336, 1024, 4096

@@ -33,7 +33,7 @@ from megatron.schedules.integration.layers.tied import copies as found_copies
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
 from tests.loops.ours import install
-from tools.gpu_tests.weights import named_parameters
+from tests.support.weights import named_parameters
 
 WORDS, LENGTH, ROWS = 64, 8, 2
 

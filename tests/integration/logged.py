@@ -15,7 +15,7 @@ from megatron.training import global_vars, training
 import pretrain_gpt
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Logged
-from tools.gpu_tests.weights import named_parameters, start_equal
+from tests.support.weights import named_parameters, start_equal
 
 _LEFT_OUT = ("time", "mem-", "throughput", "vs samples", "pipeline/")
 """In the names of what differs from run to run, is logged twice, or is the schedule's alone."""

@@ -17,10 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.schedules import without_gpu
-from megatron.schedules.integration.cpu import te_python
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
+from tests.support import te_python
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
@@ -92,7 +91,7 @@ def _serve(requests: BinaryIO, results: BinaryIO) -> None:
 
         sys.modules["fused_weight_gradient_mlp_cuda"] = Kernels([])  # type: ignore[assignment]
     if te_python.is_here() or os.environ["TORCHDYNAMO_DISABLE"] == "0":
-        without_gpu()  # before :mod:`.jobs` imports Megatron, which imports Transformer Engine
+        te_python.without_gpu()  # before :mod:`.jobs` imports Megatron, which imports Transformer Engine
     from tests.integration import jobs
     from tests.integration.forked_ranks import JobError
 

@@ -18,7 +18,6 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-from megatron.schedules.integration.cpu import te_quantized
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.offload import Offloads
@@ -26,6 +25,7 @@ from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests.integration import split_helpers as helpers
 from tests.integration.te_itself import LAST_W_FIRST
 from tests.runtime.late_copies import LateCopies
+from tests.support import te_quantized
 
 WIDTH, SEQUENCE, BATCH = 128, 32, 8
 TOKENS = SEQUENCE * BATCH

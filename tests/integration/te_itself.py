@@ -1,7 +1,4 @@
-"""Each kind of Transformer Engine's linears by itself, whole and split, to be compared to the bit.
-
-Needs no test runner, for ``scripts/run_gpu_tests.sh`` meets machines without one.
-"""
+"""Each kind of Transformer Engine's linears by itself, whole and split, to be compared to the bit."""
 
 from __future__ import annotations
 

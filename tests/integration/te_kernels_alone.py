@@ -100,6 +100,6 @@ def fp4_numbers() -> None:
 
 
 def _by_columns(tensor: Any) -> Tensor:
-    from megatron.schedules.integration.cpu.te_nvfp4 import matrix
+    from tests.support.te_nvfp4 import matrix
 
     return matrix(tensor, columnwise=True)

@@ -15,8 +15,9 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job import plan_job as planning
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
+from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.memory_limit import RESERVED
-from megatron.schedules.job.plan_job import JobPlan, Machine, auto_choices, plan_job
+from megatron.schedules.job.plan_job import JobPlan, auto_choices, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.partition_plans import with_layers

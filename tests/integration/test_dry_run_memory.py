@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.results import MODEL, UNTIED
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 MOST_ERROR, LIMITED_ERROR = 0.10, 0.05
 SIZE = shlex.split("""

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests import tolerances
 from tests.integration.equal_logs import differences
 from tests.integration.flag_table import Group, Line, groups
 from tests.integration.results import MODEL, UNTIED, Logged
 from tests.integration.server import Megatron
+from tests.support.te_python import CAPABILITY_VARIABLE
 from tools import preprocess_data
 
 JOB = [*MODEL, *UNTIED, *"--num-layers 4 --train-iters 2 --global-batch-size 4".split()]

@@ -10,7 +10,8 @@ from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.job.plan_job import Machine, plan_job
+from megatron.schedules.job.machine import Machine
+from megatron.schedules.job.plan_job import plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import CostsChoice, MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.schedule.costs import Costs

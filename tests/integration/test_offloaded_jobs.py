@@ -15,7 +15,7 @@ from tests.integration.features import FULL, MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
 from tests.programs.random_schedules import shared_plan
-from tools.gpu_tests.offloaded import Distances, offloaded
+from tests.support.offloaded import Distances, offloaded
 
 TENSOR = "--tensor-model-parallel-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.server import VERSIONS, Megatron
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 CAPABILITIES = {
     "tensorwise": "9.0",

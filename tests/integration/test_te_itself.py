@@ -1,6 +1,6 @@
 """Split gradients of Transformer Engine's linears are those of its whole backward, bit for bit.
 
-Over its own Python of each pinned version on the CPU; where there is a GPU, over all of it.
+Over its own Python of each pinned version on the CPU. ``tests/gpu`` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ from torch import Tensor
 
 from tests.integration import te_itself
 from tests.integration.server import VERSIONS, Megatron
-
-
-@pytest.mark.parametrize("case", [*te_itself.cases("cuda")], ids=str)
-def test_transformer_engine_itself(case: te_itself.Case):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
-    importlib.import_module("megatron.training")  # what Transformer Engine is asked about comes after it
-    te_itself.check(case)
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

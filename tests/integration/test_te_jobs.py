@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.conftest import Training
 from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import Result
 from tests.integration.server import ROUNDING_VARIABLE
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 UNFUSED = "--no-gradient-accumulation-fusion"
 TENSOR = "--tensor-model-parallel-size 2"

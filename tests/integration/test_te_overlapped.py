@@ -1,6 +1,6 @@
 """Userbuffers under a split backward, over Transformer Engine's own Python: numbers are those of the whole backward.
 
-The buffers of :mod:`megatron.schedules.integration.cpu.te_userbuffers` are overwritten as a GPU's are.
+The buffers of :mod:`tests.support.te_userbuffers` are overwritten as a GPU's are.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
 from tests.integration.server import VERSIONS, Megatron
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 PLAIN = "bf16"
 # Transformer Engine has Userbuffers for these.

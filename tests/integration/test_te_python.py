@@ -5,41 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.server import ROOT, VERSIONS, Megatron
-
-ENABLED = "from megatron.schedules.integration.cpu import te_python; print(te_python.enable())"
-
-
-def said(folder: Path, script: str) -> str:
-    """What a process prints that finds packages in ``folder`` too."""
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TORCHDYNAMO_DISABLE": "1"}
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    return found.stdout.strip()
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 
 def test_it_says_what_it_is():
-    found = said(ROOT / ".venv/transformer_engine" / VERSIONS[0], ENABLED)
-    assert found == f"Transformer Engine {VERSIONS[0]}: its own Python, with plain torch in place of its kernels"
-
-
-def test_one_that_cannot_be_imported_is_left_out_with_the_reason(tmp_path: Path):
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine/__init__.py").write_text("raise OSError('no library')")
-    found = said(tmp_path, f"{ENABLED}\ntry: import transformer_engine\nexcept ImportError: print('left out')")
-    assert found == "Transformer Engine cannot be used without a GPU here (OSError: no library)\nleft out"
+    path = f"{ROOT / '.venv/transformer_engine' / VERSIONS[0]}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "from tests.support.te_python import without_gpu; without_gpu()"],
+        env=os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    last = done.stdout.splitlines()[-1]
+    assert last == f"Transformer Engine {VERSIONS[0]}: its own Python, with plain torch in place of its kernels"
 
 
 def _call_what_is_missing() -> None:
     import transformer_engine_torch
 
-    from megatron.schedules.integration.cpu.te_types import MissingError
+    from tests.support.te_types import MissingError
 
     with pytest.raises(
         MissingError, match=r"^transformer_engine_torch\.thd_out_correction: .* --transformer-impl local$"

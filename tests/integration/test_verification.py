@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_core_loops import CHUNKS, PIPELINE
+from tests.support.te_python import CAPABILITY_VARIABLE
 
 JOB = [*MODEL, *UNTIED, "--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
 EQUAL = re.compile(r"verify: gradients +(\d+) parameters on (\d+) ranks: all equal to the bit")
@@ -118,7 +119,7 @@ FP8 = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-a
 
 def test_delayed_scaling_begins_each_run_alike(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales follow the maxima of earlier microbatches."""
-    monkeypatch.setenv("PIPELINE_STANDIN_CAPABILITY", "9.0")
+    monkeypatch.setenv(CAPABILITY_VARIABLE, "9.0")
     local = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
     job = [flag for flag in JOB if flag not in local]
     ranks = te("verified", 2, [*job, "--bf16", "--pipeline-schedule", "zb-1p", *FP8.split()], None)

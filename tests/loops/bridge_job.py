@@ -15,7 +15,7 @@ from megatron.bridge.training.pretrain import pretrain
 
 from tests.loops.frameworks import Job
 from tests.loops.ours import install
-from tools.gpu_tests.weights import gradient_digests, named_parameters, start_equal
+from tests.support.weights import gradient_digests, named_parameters, start_equal
 
 
 def prepare(folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.integration.in_groups import in_groups
 from tests.integration.results import Call, Done
 from tests.loops import ours
 from tests.loops.loop_calls import CALLS, LoopCall
-from tools.gpu_tests.weights import named_parameters
+from tests.support.weights import named_parameters
 
 _MICROBATCHES = 5
 

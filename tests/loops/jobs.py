@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.schedules import without_gpu
 from tests.integration.forked_ranks import JobError, run_ranks
 from tests.loops.absent import leave_out
 from tests.loops.frameworks import FRAMEWORKS, Job, Outcome
+from tests.support.te_python import without_gpu
 
 
 def main(name: str, jobs: str, folder: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.loops import small_qwen
 from tests.loops.frameworks import Job
 from tests.loops.ours import install
-from tools.gpu_tests.weights import gradient_digests
+from tests.support.weights import gradient_digests
 
 _FLAGS = """
     --model_type qwen2 --template default --check_model false --ddp_backend gloo --micro_batch_size 1

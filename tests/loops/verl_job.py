@@ -22,7 +22,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from tests.loops import small_qwen
 from tests.loops.frameworks import Job
 from tests.loops.ours import install
-from tools.gpu_tests.weights import gradient_digests
+from tests.support.weights import gradient_digests
 
 _UPDATES, _ROWS = 3, 8
 

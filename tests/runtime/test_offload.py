@@ -30,7 +30,7 @@ from tests.programs.random_schedules import random_schedule
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.thread_ranks import run_threads
-from tools.gpu_tests.offloaded import offloaded
+from tests.support.offloaded import offloaded
 
 MIB = 2**20
 

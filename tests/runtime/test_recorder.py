@@ -23,7 +23,7 @@ from tests.runtime.plain_stages import PlainStages
 from tests.runtime.test_engine import NoTransport, one_rank
 from tests.runtime.test_offload import OffloadingStages
 from tests.runtime.thread_ranks import run_threads
-from tools.gpu_tests.offloaded import offloaded
+from tests.support.offloaded import offloaded
 
 
 class HandClock:

@@ -34,7 +34,7 @@ from tests.programs.random_schedules import random_schedule
 from tests.runtime.plain_stages import SHAPE
 from tests.runtime.stream_model import Event, FaultError, Group, Stream, StreamModel, Work
 from tests.runtime.test_offload import OffloadingStages, random_distances
-from tools.gpu_tests.offloaded import offloaded
+from tests.support.offloaded import offloaded
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec(SHAPE, torch.float32, CPU)

@@ -40,20 +40,12 @@ from benchmarks.emulated_ranks import run_ranks
 run_ranks(2, endless, 600)
 """,
     "forked ranks of the GPU tests": """
-from tools.gpu_tests.ranks import run_ranks
+from tests.gpu.ranks import run_ranks
 run_ranks(2, endless, {}, timeout=600)
 """,
     "new ranks of the GPU tests": """
-from tools.gpu_tests.ranks import run_ranks
+from tests.gpu.ranks import run_ranks
 run_ranks(2, endless, {}, timeout=600, fresh=True)
-""",
-    "a piece of the GPU tests": """
-from pathlib import Path
-from typing import Any
-from tools.gpu_tests.pieces import Piece, Setting
-from tools.gpu_tests.running import run_apart
-piece = Piece("endless", "", ("tests.endless:endless", ()), 1, 600.0)
-run_apart(piece, Setting(True, ""), Path(os.environ["ENDLESS_WORK_NOTES"] + "-logs"))  # 1
 """,
 }
 

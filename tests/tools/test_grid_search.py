@@ -12,11 +12,11 @@ import pytest
 
 from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.grid import Found, Question
 from megatron.schedules.estimate.iteration import METHODS, SAVING, Estimate, Method, Setting
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools import _run_settings, grid_search
+from tools._grid import Found, Question
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
 

@@ -12,7 +12,8 @@ import click
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
-from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
+from megatron.schedules.job.machine import Machine
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.request import Request

@@ -10,7 +10,8 @@ from megatron.schedules.integration.flags.check import made
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.job.plan_job import JobPlan, Machine, plan_job
+from megatron.schedules.job.machine import Machine
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.stage_layers import letters_by_stage
 from megatron.schedules.job.values import DryRun

@@ -26,7 +26,10 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.gpt_data import masks_documents, packs, sequences_per_dataset
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.gpu_libraries import te_missing
 
 # Dataset settings that differ in name from their Megatron flag.
 _FLAG_OF = {
@@ -39,6 +42,13 @@ _FLAG_OF = {
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
 _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens", "max_seqlen")
+
+
+def refuse_engine_without_gpu(args: Any) -> None:
+    """Refuses Megatron's default layers on a CPU, with a schedule or not: building them would end in a TypeError."""
+    flag = "--transformer-impl transformer_engine"
+    if standin.enabled() and args.transformer_impl in flag.split() and (fault := te_missing()):
+        refuse(f"{flag} does not work here: {fault}; on a CPU give --transformer-impl local")
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:

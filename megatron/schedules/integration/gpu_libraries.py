@@ -66,14 +66,29 @@ def _with_version(library: Library) -> str:
         return library.name
 
 
+def leave_out_te() -> None:
+    """Makes Megatron do without Transformer Engine, as on a machine without a GPU, unless it is imported already."""
+    (name,) = TRANSFORMER_ENGINE.modules
+    if name not in sys.modules and find_spec(name) is not None:
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
+def te_missing() -> str | None:
+    """Returns the reason why no layer of Transformer Engine's can be made here; None if nothing is known against it."""
+    (name,) = TRANSFORMER_ENGINE.modules
+    if sys.modules.get(name, name) is None:
+        return "Transformer Engine needs a GPU"
+    return None if is_there(TRANSFORMER_ENGINE) else "Transformer Engine is not installed"
+
+
 def te_fault() -> str | None:
     """Returns the reason why Transformer Engine's linears cannot be split, without a full stop; None if they can.
 
     Raises:
         TooEarlyError: Transformer Engine is not imported yet.
     """
-    if not is_there(TRANSFORMER_ENGINE):
-        return "Transformer Engine is not installed"
+    if missing := te_missing():
+        return missing
     try:
         engine = after_megatron(ENGINE)
     except TooEarlyError:

@@ -12,6 +12,7 @@ from megatron.schedules.estimate.model_build import MESSAGES, StockRecompute, ra
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
+from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.rules import refusal, unsplittable
 from megatron.schedules.job.spec import JobSpec
@@ -32,23 +33,6 @@ Make = Callable[[Request], Plan]
 """Makes a plan, and may show how far it is."""
 
 _GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a plan has to keep within.
-
-    Args:
-        device: memory of a device, bytes; None if unknown.
-        host: free memory of a host, bytes; None if unknown.
-        ranks_on_host: ranks that share the host's memory.
-        engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
-    """
-
-    device: float | None = None
-    host: float | None = None
-    ranks_on_host: int = 1
-    engine_fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ class JobPlan:
         return said + _savings(self.request.decisions, _host_bytes(self))
 
 
-def plan_job(spec: JobSpec, machine: Machine | None = None, make: Make = make_plan) -> JobPlan:
+def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> JobPlan:
     """Plans a job, after :func:`.checks.validate` has accepted it.
 
     ``auto`` may partition the layers, recompute, and offload where copies are measured, if no flag decides that.
@@ -122,14 +106,14 @@ def plan_job(spec: JobSpec, machine: Machine | None = None, make: Make = make_pl
 
     Args:
         spec: the job, with its model, CSV and cost file.
-        machine: what the plan has to keep within; None if nothing is known.
+        machine: what the plan has to keep within.
         make: makes each plan.
 
     Raises:
         PlanError: a flag is wrong, or nothing fits; the error names the flag.
     """
-    machine, name = machine or Machine(), spec.settings.schedule.name
-    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine.engine_fault)):
+    name = spec.settings.schedule.name
+    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine)):
         raise PlanError(f"{spec.flags['schedule']} {name} {fault}")
     if name != AUTO:
         job = _planned(spec, machine, make)
@@ -231,7 +215,7 @@ def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     if settings.schedule.name == AUTO:
         job = _or_fitting_by_name(job, fits)
     _check_host(job, machine)
-    if spec.by_megatron and (why := refusal(spec, job.schedule, machine.engine_fault)):
+    if spec.by_megatron and (why := refusal(spec, job.schedule, machine)):
         raise PlanError(f"{spec.flags['schedule']} {settings.schedule.name} {why}")
     return job
 

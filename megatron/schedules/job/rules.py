@@ -5,48 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
 
-def refusal(spec: JobSpec, schedule: Schedule, engine_fault: str = "") -> str:
+def refusal(spec: JobSpec, schedule: Schedule, machine: Machine = ANY) -> str:
     """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work.
 
     Args:
         spec: the job.
         schedule: its plan.
-        engine_fault: see :func:`unsplittable`.
+        machine: what it runs on.
     """
-    job = _Job(spec, schedule, engine_fault)
+    job = _Job(spec, schedule, machine)
     return next(filter(None, (rule(job) for rule in _RULES)), "")
 
 
-def unsplittable(spec: JobSpec, engine_fault: str = "") -> str:
-    """Reason why a schedule cannot split the backward of the job's linears; empty if it can.
-
-    Args:
-        spec: the job.
-        engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
-    """
-    used = spec.stock.transformer_impl
+def unsplittable(spec: JobSpec, machine: Machine = ANY) -> str:
+    """Reason why a schedule cannot split the backward of the job's linears; empty if it can."""
+    used, fault = spec.stock.transformer_impl, machine.engine_fault
     if used == "local":
         return ""
     if used != "transformer_engine":
-        engine_fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
-    if not engine_fault:
+        fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
+    if not fault:
         return ""
-    return (
-        f"does not work with --transformer-impl {used} here: {engine_fault}; use --transformer-impl local, "
-        "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
-    )
+    whole = ", or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward" if machine.has_engine else ""
+    return f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local{whole}"
 
 
 class _Job(NamedTuple):
     spec: JobSpec
     schedule: Schedule
-    engine_fault: str
+    machine: Machine
 
 
 _Rule = Callable[[_Job], str]
@@ -129,7 +123,7 @@ def _ends(job: _Job) -> str:
 
 
 def _linears(job: _Job) -> str:
-    return unsplittable(job.spec, job.engine_fault) if _SPLIT.holds(job) else ""
+    return unsplittable(job.spec, job.machine) if _SPLIT.holds(job) else ""
 
 
 def _fp8_recipe(job: _Job) -> str:

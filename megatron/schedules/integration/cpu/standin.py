@@ -1,6 +1,6 @@
 """CPU stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and tensors on the CPU.
 
-It is for tests, the demo, and laptops. It refuses to start if CUDA exists.
+It is for tests, the demo, and laptops, and has local layers only. It refuses to start if CUDA exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration.cpu import gloo_at_exit, te_python
+from megatron.schedules.integration.cpu import gloo_at_exit
+from megatron.schedules.integration.gpu_libraries import came_compiled, leave_out_te
+
+SEE_A_GPU = ["megatron"]
+"""Packages for which CUDA is available. For torch itself there is none."""
 
 
 def needed() -> bool:
@@ -47,7 +51,7 @@ def enable() -> None:
     # Read when Megatron decorates its fused functions: compiling takes longer than a small job. 0 compiles them.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it for some options
-    engine = te_python.enable() if te_python.is_here() else ""
+    leave_out_te()
     # Imported before anything is replaced: torch's compiler records torch's own functions at import.
     import megatron.training  # noqa: F401
 
@@ -57,23 +61,17 @@ def enable() -> None:
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
     _replace_adam()
-    if engine:
-        te_python.replace_in_torch()
-    _gather_bytes()
     OnTheCpu().__enter__()
     BackwardCFunction.apply = _in_backward(BackwardCFunction.apply)  # type: ignore[method-assign]
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
-        if engine:
-            sys.stdout.write(f"{engine}\n")
 
 
 def _called_by_megatron() -> bool:
-    """Returns whether Megatron or Transformer Engine is the caller. Torch itself must see that there is no CUDA."""
-    name = sys._getframe(2).f_globals.get("__name__", "")
-    asked = isinstance(name, str) and name.startswith(("megatron.", f"{te_python.PACKAGE}."))
-    return asked and not name.startswith("megatron.schedules.")
+    """Returns whether the caller must see a GPU. Torch itself must see that there is no CUDA."""
+    name = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return name.partition(".")[0] in SEE_A_GPU and not name.startswith("megatron.schedules.")
 
 
 def _none(*args: Any, **kwargs: Any) -> None: ...
@@ -127,10 +125,7 @@ class _Properties:
     name = "CPU"
     multi_processor_count = 1
     total_memory = 1 << 34
-    L2_cache_size, warp_size = 1 << 25, 32
-
-    def __init__(self) -> None:
-        self.major, self.minor = te_python.capability()
+    major, minor = 8, 0
 
 
 _MEMORY_STATISTICS = (
@@ -154,7 +149,7 @@ _TORCH_CUDA: dict[str, Callable[..., Any]] = {
     "default_stream": lambda *args: _Stream(),
     "is_current_stream_capturing": lambda: False,
     "get_device_properties": lambda *args: _Properties(),
-    "get_device_capability": lambda *args: te_python.capability(),
+    "get_device_capability": lambda *args: (_Properties.major, _Properties.minor),
     "get_device_name": lambda *args: "CPU",
     "memory_stats": lambda *args: dict.fromkeys(_MEMORY_STATISTICS, 0),
     "mem_get_info": lambda *args: (1 << 34, 1 << 34),
@@ -175,8 +170,6 @@ def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
-
-    from megatron.schedules.integration.gpu_libraries import came_compiled
 
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Stock moves a tensor from the GPU. A tensor on the CPU must be returned in the same form.
@@ -207,24 +200,6 @@ def _replace_in_megatron() -> None:
     megatron_random._get_cuda_rng_state = get_state
     if came_compiled():
         dataset_utils.compile_helpers = _none
-
-
-def _gather_bytes() -> None:
-    """Gathers several tensors in one call as bytes: gloo takes all of them for tensors of the first one's data type.
-
-    Megatron gathers FP8 and bf16 weights in one call.
-    """
-    groups = torch.distributed.ProcessGroup
-    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):  # of torch 2.13, and of older ones
-        if hasattr(groups, name):
-            setattr(groups, name, _of_bytes(getattr(groups, name)))
-
-
-def _of_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
-    def gathered(group: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
-        return gather(group, *([each.view(torch.uint8) for each in tensors] for tensors in (outputs, inputs)), *options)
-
-    return gathered
 
 
 def _on_cpu(value: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.integration.gpu_libraries import te_fault
-from megatron.schedules.job.plan_job import Machine
+from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
+from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
@@ -23,11 +23,13 @@ def machine_of(spec: JobSpec) -> Machine:
         return Machine(settings.dry_run.device_bytes)
     if settings.measures_limit:  # checked before a long search
         after_megatron("megatron.schedules.integration.rank_device").can_be_measured()
+    needs_engine = spec.stock.transformer_impl == "transformer_engine"
     return Machine(
         _device_bytes(spec),
         available_host_bytes(),
         whole_variable("LOCAL_WORLD_SIZE", 1),
-        (te_fault() or "") if spec.stock.transformer_impl == "transformer_engine" else "",
+        (te_fault() or "") if needs_engine else "",
+        not needs_engine or not te_missing(),
     )
 
 

@@ -19,13 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu import (
-    te_attention,
-    te_kernels,
-    te_quantized,
-    te_userbuffers,
-)
-from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
+from tests.support import te_attention, te_kernels, te_quantized, te_userbuffers
+from tests.support.te_types import DType, MissingError, torch_dtype
 
 # Enum members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
 _ENUMS: dict[str, tuple[str, ...]] = {

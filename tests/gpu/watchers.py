@@ -1,12 +1,14 @@
-"""Watchers of passes: for waits, for times, for names in a profile, and one that leaves little memory."""
+"""Watchers of passes: for waits, times, names in a profile and replanning, and one that leaves little memory."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +17,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.log.run_log import Logged, RunLog
+from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.planner.background import BackgroundPlan
+from megatron.schedules.planner.replanning import Proposal
 from megatron.schedules.programs.program import Action, Program
-from megatron.schedules.schedule.kinds import Kind, Pass
+from megatron.schedules.runtime.recorder import Recorder
+from megatron.schedules.schedule.kinds import KINDS, WHOLES, Kind, Pass, Resource
 from megatron.schedules.schedule.placement import Placement
-from tools.gpu_tests.timeline import Span
+from tests.gpu.timeline import Span
 
 _ON_CPU = standin.needed()
+# A median may be off the other by so much of it, or so many milliseconds: the marks stand a little outside.
+_OFF, _OFF_MS = 0.03, 0.1
+_BACKWARDS = {Kind.I, *WHOLES.values()}
 
 
 class NoWaits:
@@ -120,6 +130,61 @@ def _event() -> Any:
     return event
 
 
+class WithStock(Spans):
+    """Records its own events round each pass; a mark of the recorder that waits for the device raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not _ON_CPU:
+            for name in ("began", "arrived", "ended", "copying"):
+                setattr(Recorder, name, _strict(getattr(Recorder, name)))
+
+
+def _strict(method: Callable[..., Any]) -> Callable[..., Any]:
+    def strict(*args: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return method(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return strict
+
+
+def against(profile: JobProfile, ranks: Any, *, strict: bool) -> tuple[dict[str, Any], str]:
+    """Compares the profile's medians with those of independent events, and checks that it is complete.
+
+    Returns the figures and the fault. Where that is not to be ``strict``, as on a CPU that others keep busy, they may
+    be as far apart as they like.
+    """
+    took: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    first, last = profile.iterations
+    # Copies, and by the other hand's clock a backward that waits for one to come back, are of no such length.
+    others = [kind for kind, row in KINDS.items() if row.resource is not Resource.COMPUTE]
+    others += [] if profile.copy_gbps is None else [Kind.I, Kind.B]
+    for timed in ranks:
+        for spans in timed.iterations[first - 1 : last]:
+            for action, began, ended in spans:
+                if isinstance(action.op, Kind) and action.op not in others:
+                    took[action.stage, action.op].append(1e3 * (ended - began))
+    worst, fault = 0.0, "" if took else "no pass was seen by another hand"
+    for (stage, kind), each in took.items():
+        own, other = profile.stages[stage].median(kind), statistics.median(each)
+        worst = max(worst, own / other - 1, 1 - own / other, key=abs)
+        if strict and abs(own - other) > max(_OFF * other, _OFF_MS):
+            fault = fault or f"{kind} of stage {stage} took {other:.3f} ms, and {own:.3f} by the profile"
+    if not all(stage.held > 0 for stage in profile.stages):
+        fault = fault or "no bytes were counted on some stage"
+    if not profile.latencies:
+        fault = fault or "no link latency was measured"
+    rates = profile.copy_gbps
+    figures = {"stages": len(profile.stages), "worst off by, %": 100 * worst, "message, ms": profile.comm}
+    if rates is not None:
+        figures |= {"copies out, GB/s": rates.to_host, "back, GB/s": rates.from_host}
+    return figures, fault
+
+
 class Names(NamedTuple):
     """The names of one program in a profile.
 
@@ -162,6 +227,41 @@ class Profiled:
 
     def action(self, action: Action) -> Any:
         return nullcontext()
+
+
+class Replanning:
+    """Records the programs of training and the log; waits for the process that plans."""
+
+    def __init__(self) -> None:
+        self._programs: list[int] = []
+        self._logged: list[tuple[float, float | None]] = []
+        stock, poll = RunLog.logged, BackgroundPlan.poll
+
+        def logged(log: RunLog, counted: int) -> Logged | None:
+            found = stock(log, counted)
+            if found is not None:
+                self._logged.append((found.measured.bubble, found.peak))
+            return found
+
+        def waited(search: BackgroundPlan) -> Proposal:
+            while (found := poll(search)) is None:
+                time.sleep(0.05)
+            return found
+
+        RunLog.logged, BackgroundPlan.poll = logged, waited  # type: ignore[assignment,method-assign]
+
+    def program(self, program: Program) -> AbstractContextManager[Any]:
+        if any(action.op in _BACKWARDS for action in program.actions):
+            self._programs.append(hash(program.actions))
+        return nullcontext()
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @property
+    def found(self) -> Any:
+        pairs = zip(self._programs, self._programs[1:], strict=False)
+        return [at for at, (was, now) in enumerate(pairs, 2) if was != now], self._logged
 
 
 class LittleMemory:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu.te_types import torch_dtype
+from tests.support.te_types import torch_dtype
 
 
 def delivered(result: Tensor, into: Any, quantizer: Any) -> Any:

@@ -1,11 +1,41 @@
-"""The division of several GPUs among pipeline, tensor and data parallelism; plain data."""
+"""What the GPU tests run: schedules, and the division of several GPUs among kinds of parallelism; plain data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+Shows = Callable[..., None]
+"""Prints figures, and fails where there is a fault: the fixture ``shows``."""
+
+FAMILIES = {
+    "one-chunk": ("1f1b", "eager-1f1b", "zb-1p", "zb-2p"),
+    "chunks": ("interleaved-1f1b", "1f1b-v", "v-min", "v-half", "v-zb", "adaptive"),
+}
+SCHEDULES = tuple(name for family in FAMILIES.values() for name in family)
+FEW = ("1f1b", "zb-1p", "v-half")
+"""Where only a few are tried, these: the baseline, one chunk split, a V."""
+VOCABULARY = "--pipeline-vocabulary-parallel"
+LAYOUTS = ("pp", "tp-pp", "tp-pp-dp")
+"""Pipeline alone; with tensor parallel 2 and sequence parallelism; that with data parallel 2, overlapped."""
+CONNECTIONS = (1, 8)
+"""Hardware queues: CUDA_DEVICE_MAX_CONNECTIONS."""
+FEWEST_OF_MANY = 4
 
 _TENSOR = ("--tensor-model-parallel-size", "2")
 _DATA = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+class Setting(NamedTuple):
+    """Where the tests run.
+
+    Args:
+        on_cpu: with tiny models, over the CPU stand-in and gloo, to try the steps.
+        gpus: how many there are.
+    """
+
+    on_cpu: bool
+    gpus: int
 
 
 class Layout(NamedTuple):
@@ -33,7 +63,7 @@ def layout_of(name: str, gpus: int, norms: bool) -> Layout:
     """Returns the layout of this name for eight GPUs, or for four where there are fewer than eight.
 
     Args:
-        name: of :data:`.pieces.LAYOUTS`.
+        name: of :data:`LAYOUTS`.
         gpus: how many there are, four at least.
         norms: whether there are norms that know sequence parallelism.
     """

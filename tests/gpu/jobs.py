@@ -9,23 +9,33 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+
+from tests.support.te_python import without_gpu
+
+without_gpu()  # with Transformer Engine's Python, if that is on the path
 
 import pretrain_gpt
 from benchmarks.quick_start import quick_start
 from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.flags import SEARCH_VARIABLE
+from megatron.schedules.measure.profile_facts import CopyRates
+from megatron.schedules.runtime.transport import disowned
 from tools import _pass_times as times
-from tools.gpu_tests.pieces import Setting
-from tools.gpu_tests.ranks import run_ranks
-from tools.gpu_tests.round_passes import Watcher, watch
+from tools._copy_rates import copy_rates
 
 from megatron.training import training  # isort: skip - after the stand-in
-from tools.gpu_tests.weights import gradient_digests, start_equal  # isort: skip
+from tests.gpu import watchers as watchers  # isort: skip - for the tests
+from tests.integration import te_itself  # isort: skip
+from tests.gpu.ranks import run_ranks  # isort: skip
+from tests.gpu.round_passes import Watcher, watch  # isort: skip
+from tests.gpu.settings import Setting  # isort: skip
+from tests.support.weights import gradient_digests, start_equal  # isort: skip
 
 quick_start()
 
@@ -105,6 +115,17 @@ def train(
     return Ran(losses, ranks[-1].norms, gradients, [rank.found[0] for rank in ranks])
 
 
+@cache
+def stock(world: int, job: Job, *, shared: bool = False, number: int = 0) -> Ran:
+    """Runs ``job`` once for all tests that compare with it; once more for another ``number``."""
+    return train(world, job, shared=shared)
+
+
+def alone(body: Callable[[], Any]) -> Any:
+    """Returns the result of ``body()`` in a process of its own, for what would start the GPU's driver in this one."""
+    return run_ranks(1, body, {"LOCAL_RANK": "0"}, timeout=_JOB_S)[0]
+
+
 def _rank(job: Job) -> Ran:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -181,7 +202,7 @@ def te_here(setting: Setting) -> bool:
 
 def capability() -> tuple[int, int]:
     """Compute capability of the GPU, asked in a process of its own: the driver does not survive a fork."""
-    found: tuple[int, int] = run_ranks(1, torch.cuda.get_device_capability, {}, timeout=_JOB_S)[0]
+    found: tuple[int, int] = alone(torch.cuda.get_device_capability)
     return found
 
 
@@ -190,9 +211,42 @@ def marks_norms(setting: Setting) -> bool:
     return setting.on_cpu or te_here(setting) or find_spec("apex") is not None
 
 
-def can_plan(schedule: str) -> bool:
-    """Whether ``schedule`` can be planned: ``adaptive`` needs numba."""
-    return schedule != "adaptive" or find_spec("numba") is not None
+def needs_planner(schedule: str) -> None:
+    """Skips where ``schedule`` cannot be planned: ``adaptive`` needs numba."""
+    if schedule == "adaptive":
+        pytest.importorskip("numba")
+
+
+def te_cases(device: str) -> dict[str, str]:
+    """Returns what is wrong with each case of :mod:`tests.integration.te_itself`; empty for nothing."""
+    faults = {}
+    for case in te_itself.cases(device):
+        try:
+            te_itself.check(case)
+        except Exception as error:
+            faults[str(case)] = f"{type(error).__name__}: {error}"
+        else:
+            faults[str(case)] = ""
+    return faults
+
+
+def reused_at_once(owner: bool) -> bool:
+    """Frees memory that a stream, busy for long, is recorded to use; whether an allocation of as much gets it."""
+    side = torch.cuda.Stream()
+    memory = torch.empty(2**24, device="cuda")
+    address = memory.data_ptr()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2 * 10**9)
+    (memory if owner else disowned(memory)).record_stream(side)
+    del memory
+    again = torch.empty(2**24, device="cuda").data_ptr() == address
+    torch.cuda.synchronize()
+    return again
+
+
+def rates() -> CopyRates:
+    """Measures copies to the host and back."""
+    return copy_rates(torch.empty(0, device="cuda").device)
 
 
 def can_compile() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu.te_types import MissingError, torch_dtype
+from tests.support.te_types import MissingError, torch_dtype
 
 _MASKS = {"NO_MASK", "CAUSAL_MASK", "PADDING_MASK", "PADDING_CAUSAL_MASK"}
 

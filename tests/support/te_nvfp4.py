@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu.te_types import MissingError
+from tests.support.te_types import MissingError
 
 _BLOCK = 16
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0

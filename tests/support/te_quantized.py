@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu import te_nvfp4
-from megatron.schedules.integration.cpu.te_types import MissingError, torch_dtype
+from tests.support import te_nvfp4
+from tests.support.te_types import MissingError, torch_dtype
 
 _MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _BY_LARGEST = {largest: dtype for dtype, largest in _MAX.items()}

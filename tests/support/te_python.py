@@ -1,8 +1,10 @@
 """Runs Transformer Engine's Python code without a GPU, with plain torch in place of its compiled half.
 
 The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
-wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. This is for tests and demos,
-because every product is computed in fp32. A GPU's kernels and streams are not covered.
+wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. Every product is computed in
+fp32. A GPU's kernels and streams are not covered.
+
+:func:`without_gpu` switches it on, together with the package's stand-in for CUDA, which has local layers only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from unittest import mock
 
 import torch
 
-from megatron.schedules.integration.cpu import te_nvfp4, te_quantized
+from megatron.schedules.integration.cpu import standin
+from tests.support import te_nvfp4, te_quantized
 
 PACKAGE = "transformer_engine"
 _COMPILED = Path(__file__).with_name("te_extension.py")
@@ -43,12 +46,24 @@ def capability() -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def enable() -> str:
-    """Imports Transformer Engine. Call it before Megatron is imported.
+def without_gpu() -> None:
+    """Has Megatron run on the CPU in this process, with Transformer Engine's Python if that is on the path.
 
-    Returns:
-        One log line: the version, or the reason why it cannot be used.
+    Call it before Megatron is imported. On a machine with a GPU, or a second time, it does nothing.
     """
+    if not standin.needed() or standin.enabled():
+        return
+    here = is_here()
+    if here:
+        _import_it()
+    standin.enable()
+    if here:
+        _replace_in_torch()
+        version = sys.modules[PACKAGE].__version__
+        print(f"Transformer Engine {version}: its own Python, with plain torch in place of its kernels")
+
+
+def _import_it() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its Python then loads no CUDA shared library
     os.environ["NVTE_RELEASE_BUILD"] = os.environ["NVTE_TORCH_COMPILE"] = "0"
     finder = _CompiledHalf()
@@ -57,19 +72,16 @@ def enable() -> str:
         with _optional_packages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(f"{PACKAGE}.pytorch")
-    except Exception as error:
-        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-            del sys.modules[name]
-        sys.modules[PACKAGE] = None  # type: ignore[assignment] # Megatron does without, too
-        return f"Transformer Engine cannot be used without a GPU here ({type(error).__name__}: {error})"
     finally:
         sys.meta_path.remove(finder)
-    version = sys.modules[PACKAGE].__version__
-    return f"Transformer Engine {version}: its own Python, with plain torch in place of its kernels"
 
 
-def replace_in_torch() -> None:
+def _replace_in_torch() -> None:
     """Gives Transformer Engine's Python CPU tensors where it requests a GPU, also in a backward."""
+    standin.SEE_A_GPU.append(PACKAGE)
+    properties = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = lambda *_: _capable(properties())
+    torch.cuda.get_device_capability = lambda *_: capability()
     for module in list(sys.modules.values()):
         if str(getattr(module, "__name__", "")).startswith(f"{PACKAGE}.") and hasattr(module, "canonicalize_device"):
             vars(module)["canonicalize_device"] = lambda device=None: torch.device("cpu")
@@ -90,6 +102,31 @@ def replace_in_torch() -> None:
     # A TorchFunctionMode does not work here, because torch disables it in a backward.
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _gather_bytes()
+
+
+def _capable(properties: Any) -> Any:
+    properties.major, properties.minor = capability()
+    properties.L2_cache_size, properties.warp_size = 1 << 25, 32
+    return properties
+
+
+def _gather_bytes() -> None:
+    """Gathers several tensors in one call as bytes: gloo takes all of them for tensors of the first one's data type.
+
+    Megatron gathers FP8 and bf16 weights in one call.
+    """
+    groups = torch.distributed.ProcessGroup
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):  # of torch 2.13, and of older ones
+        if hasattr(groups, name):
+            setattr(groups, name, _of_bytes(getattr(groups, name)))
+
+
+def _of_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(group: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return gather(group, *([each.view(torch.uint8) for each in tensors] for tensors in (outputs, inputs)), *options)
+
+    return gathered
 
 
 def _dequantized(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:

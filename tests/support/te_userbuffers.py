@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.integration.cpu.te_types import MissingError
+from tests.support.te_types import MissingError
 
 # Bytes of unusable numbers: not a number in fp32, in bf16, and in both kinds of FP8.
 _UNUSABLE = 0xFF

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
-
-from tools.gpu_tests.pieces import FAULT, Row
+from typing import Any, NamedTuple, Protocol
 
 
 class Trained(Protocol):
@@ -36,11 +34,17 @@ def same_bits(one: Trained, other: Trained) -> bool:
     return one.gradients == other.gradients and list(one.losses) == list(other.losses)
 
 
-def compared(ours: Trained, stock: Trained, iterations: int, tolerance: Tolerance, *, to_the_bit: bool) -> Row:
-    """Returns the figures, and under ``FAULT`` what is wrong with them."""
+def compared(
+    ours: Trained, stock: Trained, iterations: int, tolerance: Tolerance, *, to_the_bit: bool
+) -> tuple[dict[str, Any], str]:
+    """Returns the figures, and what is wrong with them; empty for nothing."""
     equal = sum(ours.gradients.get(name) == value for name, value in stock.gradients.items())
     loss, norm = _apart(ours.losses, stock.losses), _apart(ours.norms, stock.norms)
-    row: Row = {"last loss": ours.losses[-1] if ours.losses else math.nan, "losses apart": loss, "norms apart": norm}
+    row: dict[str, Any] = {
+        "last loss": ours.losses[-1] if ours.losses else math.nan,
+        "losses apart": loss,
+        "norms apart": norm,
+    }
     if stock.gradients:
         row["gradients equal to the bit"] = f"{equal} of {len(stock.gradients)}"
     fault = ""
@@ -53,7 +57,7 @@ def compared(ours: Trained, stock: Trained, iterations: int, tolerance: Toleranc
     elif to_the_bit and not equal == len(stock.gradients) == len(ours.gradients):
         differing = next((n for n, value in stock.gradients.items() if ours.gradients.get(n) != value), "more names")
         fault = f"gradients differ, that of {differing}, where stock's own two runs agree to the bit"
-    return row | {FAULT: fault}
+    return row, fault
 
 
 def _apart(ours: Sequence[float], stock: Sequence[float]) -> float:

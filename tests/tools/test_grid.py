@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.grid import Question, fastest, search
 from megatron.schedules.estimate.iteration import METHODS, Method, estimate
 from megatron.schedules.estimate.models import gpt
 from megatron.schedules.estimate.roofline import DEVICES, GIB
+from tools._grid import Question, fastest, search
 
 SMALL = gpt("small", layers=6, heads=16, hidden=4096, sequence=2048)
 # So little memory that not every setting fits.
