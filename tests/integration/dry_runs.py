@@ -76,7 +76,7 @@ def ended(line: Sequence[str]) -> Ending:
             job = check(_parsed(line))
             assert job is not None
             assert job.spec.settings.dry_run is not None
-            dry_run(job, job.spec.settings.dry_run)
+            dry_run(job)
         except SystemExit as end:
             return Ending(int(end.code or 0), said.getvalue(), job)
     raise AssertionError("a dry run ends the process")

@@ -35,7 +35,7 @@ def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(meg
     ((status, less),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", f"2x{room}GiB"])
     assert status == 0, less
     assert max(together(less)) <= room
-    limits = [float(found) for found in re.findall(r"within the limit of ([\d.]+) %", whole + less)]
+    limits = [float(found) for found in re.findall(r"within the limit of ([\d.]+) GiB", whole + less)]
     assert limits[1] < limits[0]
 
 

@@ -109,16 +109,16 @@ LONG = "--train-iters 13 --lr-decay-iters 13 --global-batch-size 8 --lr 1e-2 --n
 AUTO = "--pipeline-model-parallel-size 2 --pipeline-schedule auto".split()
 
 
-def test_auto_measures_itself_and_plans_again_to_stocks_losses(megatron: Any, train: Training) -> None:
-    """Seven layers, which no number of stages divides; measured in 3 to 8, planned for in 9, switched after 10."""
+def test_auto_measures_itself_and_says_what_a_plan_for_that_would_gain(megatron: Any, train: Training) -> None:
+    """Seven layers, which no number of stages divides; measured in 3 to 8, planned for in 9, and no switch."""
     start = train.load(model=("--num-layers", "7"))
     ranks = megatron("replanned", 2, [*MODEL, *UNTIED, *start, *LONG, *AUTO])
-    assert f"{MEASURES} 3 to 8, then plans again in the background" in ranks[0][2]
+    assert f"{MEASURES} 3 to 8, and says what a plan for them would gain (--pipeline-replan switches" in ranks[0][2]
     (line,) = said(ranks)
-    assert line.startswith("replanned: ")
-    expected = re.match(r"replanned: iteration ([\d.]+) -> ([\d.]+) ms expected", line)
-    assert switches(ranks, 13) == {() if expected is None else (10,)}
-    assert expected is None or float(expected[2]) < float(expected[1]), "shorter, or nothing changes"
+    assert line.startswith(("a plan for the measured times would be better: ", "replanned: nothing better was found"))
+    expected = re.search(r"iteration ([\d.]+) -> ([\d.]+) ms expected", line)
+    assert switches(ranks, 13) == {()}
+    assert expected is None or float(expected[2]) < float(expected[1]), "shorter, or nothing is said"
     assert ranks[-1][1] == train.stock(1, *LONG).losses
 
 

@@ -86,7 +86,7 @@ def with_model(
             arithmetic if neither ``costs`` nor a profile has it.
         prices: prices of the device for that.
     """
-    build = model.build
+    build, (first, last) = model.build, model.stand_in
     numbers = model.numbers if placed else None
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
@@ -102,7 +102,7 @@ def with_model(
     return replace(
         costs,
         messages=messages,
-        model=replace(costs.model or loads(build), stand_in=model.stand_in, ends=model.ends),
+        model=replace(costs.model or loads(build), stand_in=(int(first), int(last)), ends=model.ends),
         shared_vocabulary=shared,
         memory=kept,
         weight_share=kept.weight_share,

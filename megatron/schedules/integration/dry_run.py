@@ -25,12 +25,13 @@ from megatron.schedules.utils.errors import PlanError
 _DOES_NOT_FIT = 3
 
 
-def dry_run(job: JobPlan, how: DryRun) -> NoReturn:
+def dry_run(job: JobPlan) -> NoReturn:
     """Prints the job's plan and memory on the first rank.
 
     Exits with 0, or with 3 if the job does not fit its device.
     """
-    room, pattern = how.device_bytes, job.spec.layers.pattern
+    how, pattern = job.spec.settings.dry_run or DryRun(), job.spec.layers.pattern
+    room = how.device_bytes
     try:
         _, source = assumed_gpus(job.spec.sizes, how.gpus)
     except PlanError as error:
@@ -94,4 +95,4 @@ def _advice(job: JobPlan, room: float) -> str:
     except PlanError:
         other = job
     held = other.memory[other.worst].device
-    return f"would fit: {flag} ({gib(held)} GiB)" if held <= room else f"nor does {flag} fit: use more GPUs"
+    return f"would fit: with {flag} ({gib(held)} GiB)" if held <= room else f"nor does {flag} fit: use more GPUs"

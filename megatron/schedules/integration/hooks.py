@@ -26,7 +26,7 @@ from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.expert_messages import reset_stocks_own
-from megatron.schedules.integration.flags.check import check, planner_of
+from megatron.schedules.integration.flags.check import checked, planned
 from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.gpt_data import masks_documents
@@ -55,19 +55,20 @@ def _parse_args(stock: Stock, session: Session, extra_args_provider: Any = None,
 
 
 def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    job = check(args) if hasattr(args, "pipeline_schedule") else None
-    if job is None:
+    asked = checked(args) if hasattr(args, "pipeline_schedule") else None
+    if asked is None:
         return stock(args, *rest, **kwargs)
-    spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
-    if settings.dry_run is not None:
-        dry_run(job, settings.dry_run)
-    if spec.recompute.granularity is None and args.recompute_granularity is not None:
-        leave_out_recompute(args)
+    if asked.settings.dry_run is not None:
+        dry_run(planned(asked, args))
     if standin.needed() and not standin.enabled():
         refuse(
             "no CUDA device here, and Megatron requires one: to try it on the CPU call "
             "megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)"
         )
+    job = session.plans.job(asked, args)
+    spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
+    if spec.recompute.granularity is None and args.recompute_granularity is not None:
+        leave_out_recompute(args)
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
     reset_stocks_own(args)
@@ -83,7 +84,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if placement.chunks > 1:
         _set_chunks(args, placement, job.layers)
     session.hybrid_layers = job.layers if hybrid else None
-    session.args, session.plan, session.planner = args, job, planner_of(job)
+    session.args, session.plan, session.planner = args, job, session.plans.planner(job)
     return result
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.background_plans import BackgroundPlans
-from megatron.schedules.integration.flags.check import check, planner_of
+from megatron.schedules.integration.flags.check import checked
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.live import live_args
 from megatron.schedules.integration.flags.refuse import refuse
@@ -125,8 +125,9 @@ class LoopJob:
         asked = schedule_choice(FLAGS["schedule"], session.settings["pipeline_schedule"])
         refuse_unfit(chunks, asked, session.current_placement)
         args = live_args(session.settings, chunks, call)
-        job = check(args, is_built=True)
-        assert job is not None, "a schedule is given"
+        spec = checked(args, is_built=True)
+        assert spec is not None, "a schedule is given"
+        job = session.plans.job(spec, args)
         placement = job.schedule.placement
         if placement.chunks != len(chunks):
             refuse(
@@ -138,7 +139,7 @@ class LoopJob:
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         if job.spec.recompute.granularity is None and args.recompute_granularity is not None:
             get_model_config(chunks[0]).recompute_granularity = None  # read in each forward
-        session.planner = planner_of(job)
+        session.planner = session.plans.planner(job)
         self._job = _begun(session, job, session.planner, args, lambda: self._done + 1)
 
     def __call__(self, **call: Any) -> list[Any]:
@@ -152,7 +153,8 @@ def _begun(session: Session, job: JobPlan, planner: Planner, args: Any, iteratio
     """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
     spec, settings, flags = job.spec, job.spec.settings, run_flags(args)
     off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
-    print_rank_0("\n".join([summary(job), found(), *off]))
+    if dist.get_rank() == 0:  # it plans schedules by name, to compare with
+        print_rank_0("\n".join([summary(job), found(), *off]))
     measured = measured_iterations(settings.measuring, flags.train_iters)
     profiler = partial(Profiler, planner, flags.model, iteration)
     log = RunLog(planner, iteration, flags.log_interval)

@@ -25,7 +25,7 @@ _MULTIPROCESSORS = 4
 
 
 class Messages:
-    """Channels of one rank. All ranks make them together, after a check that all have the same plan.
+    """Channels of one rank. All ranks make them together.
 
     Args:
         planner: has the senders and receivers.
@@ -33,13 +33,9 @@ class Messages:
 
     Attributes:
         collective_group: all ranks of the pipeline with vocabulary parallelism; None without it.
-
-    Raises:
-        RuntimeError: ranks have different plans.
     """
 
     def __init__(self, planner: Planner, groups: GroupFlags) -> None:
-        _agree(planner.digest)
         pipelines, channels = _pipelines(), channels_of(planner.placement)
         how: dict[str, Any] = {
             "timeout": groups.timeout,
@@ -77,17 +73,6 @@ def nccl_options(groups: GroupFlags) -> Any:
     if groups.high_priority or "is_high_priority_stream" not in config:
         config["is_high_priority_stream"] = True
     return parallel_state.get_nccl_options("pp", {"pp": config})
-
-
-def _agree(digest: str) -> None:
-    """Compares the plans of all ranks. Replicas in another order would join collectives inside passes in that order."""
-    found = of_all_ranks(digest)
-    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
-    if other is not None:
-        raise RuntimeError(
-            f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
-            "all the same, or one directory for plans, of your own, in $MEGATRON_SCHEDULES_CACHE"
-        )
 
 
 def _pipelines() -> list[list[int]]:

@@ -114,8 +114,8 @@ def bytes_left(activations: float) -> float:
 
 
 def device_bytes() -> float | None:
-    """Memory of this rank's device, bytes; None if the CPU replaces it."""
-    if standin.enabled():
+    """Memory of this rank's device, bytes; None if there is none, or the CPU replaces it."""
+    if standin.enabled() or not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 

@@ -20,6 +20,7 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import RunningJob
+from megatron.schedules.integration.shared_plan import SharedPlans
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.values import schedule_choice
 from megatron.schedules.planner.adaptive import placements
@@ -51,6 +52,7 @@ class Session:
         self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.plan: JobPlan | None = None
+        self.plans = SharedPlans()
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
         self.args: Any = None

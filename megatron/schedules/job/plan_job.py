@@ -18,6 +18,7 @@ from megatron.schedules.job.rules import refusal, unsplittable
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage
 from megatron.schedules.job.values import MemorySaving
+from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.registry import AUTO, Request
 from megatron.schedules.planner.service import Plan, make_plan, or_named
 from megatron.schedules.programs.checker import check
@@ -112,10 +113,8 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
     Raises:
         PlanError: a flag is wrong, or nothing fits; the error names the flag.
     """
-    name = spec.settings.schedule.name
-    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine)):
-        raise PlanError(f"{spec.flags['schedule']} {name} {fault}")
-    if name != AUTO:
+    _check_linears(spec, machine)
+    if spec.settings.schedule.name != AUTO:
         job = _planned(spec, machine, make)
         return replace(job, left_out=_could_go(job, machine, make))
     free = _without_recompute(spec)
@@ -132,6 +131,26 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
             if kept.plan.iteration_time <= job.plan.iteration_time:
                 return kept
     return replace(job, left_out=_left_out(spec, job, kept_work, machine))
+
+
+def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
+    """Checks that ``adaptive`` or ``auto`` has something to search, without the search.
+
+    Raises:
+        PlanError: as :func:`plan_job`.
+    """
+    _check_linears(spec, machine)
+    refused: list[PlanError] = []
+    for each in auto_choices(spec) if spec.settings.schedule.name == AUTO else [spec]:
+        try:
+            request = _limited(each, machine).request
+            if request.memory_limit is not None:
+                limit_in_microbatches(request)
+        except PlanError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
 
 
 def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
@@ -151,6 +170,13 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
         if profile is not None and profile.costs(spec.sizes.pipeline).copy:
             choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
     return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
+
+
+def _check_linears(spec: JobSpec, machine: Machine) -> None:
+    """Refuses a search for schedules that cannot split the linears."""
+    name = spec.settings.schedule.name
+    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine)):
+        raise PlanError(f"{spec.flags['schedule']} {name} {fault}")
 
 
 def _is_valid(spec: JobSpec) -> bool:
@@ -202,7 +228,7 @@ def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> J
 def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     settings, limit = spec.settings, spec.settings.memory_limit
     device = machine.device if settings.schedule.name == AUTO and limit is None else None
-    job = _made_within(spec, request_of(spec, device), make)
+    job = _made_within(spec, _limited(spec, machine), make)
 
     def fits(other: JobPlan) -> bool:
         ranks = other.memory
@@ -218,6 +244,12 @@ def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     if spec.by_megatron and (why := refusal(spec, job.schedule, machine)):
         raise PlanError(f"{spec.flags['schedule']} {settings.schedule.name} {why}")
     return job
+
+
+def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
+    """Returns the planning request. A device limits ``auto`` if the user gives no limit."""
+    limited = spec.settings.schedule.name == AUTO and spec.settings.memory_limit is None
+    return request_of(spec, machine.device if limited else None)
 
 
 def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:

@@ -9,9 +9,7 @@ from functools import cached_property
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.forward_only import forward_only as all_forwards
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
-from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
-from megatron.schedules.planner.service import Plan
 from megatron.schedules.planner.whole_backwards import references
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
@@ -22,7 +20,6 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.text_forms import to_csv
 
 
 class Planner:
@@ -36,7 +33,7 @@ class Planner:
     """
 
     def __init__(
-        self, request: Request, schedule: Schedule, programs: tuple[Program, ...], make: Callable[[Request], Plan]
+        self, request: Request, schedule: Schedule, programs: tuple[Program, ...], make: Callable[[Request], Schedule]
     ) -> None:
         # The number of microbatches may change during a run, the position of its stages may not.
         self._request, self._make = replace(request, placement=schedule.placement), make
@@ -70,8 +67,7 @@ class Planner:
     def schedule(self, num_microbatches: int) -> Schedule:
         """Schedule of all ranks for ``num_microbatches`` in training."""
         if num_microbatches not in self._schedules:
-            plan = self._make(replace(self._request, microbatches=num_microbatches))
-            self._schedules[num_microbatches] = plan.schedule
+            self._schedules[num_microbatches] = self._make(replace(self._request, microbatches=num_microbatches))
         return self._schedules[num_microbatches]
 
     @property
@@ -112,11 +108,6 @@ class Planner:
         if shares is None or counts is None:
             return None
         return tuple(round(share * count) for share, count in zip(shares, counts, strict=True))
-
-    @property
-    def digest(self) -> str:
-        """Digest of the first plan and of the costs that determine the position of its messages."""
-        return digest(to_csv(self.first), self.placement, self._request)
 
     @property
     def timeline(self) -> Timeline:

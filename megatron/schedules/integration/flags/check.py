@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
@@ -14,20 +15,20 @@ from megatron.schedules.integration.flags.reader import check_unscheduled, compl
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.job.checks import check_model, check_replan, validate
 from megatron.schedules.job.measuring import check_folder
-from megatron.schedules.job.plan_job import JobPlan, plan_job
+from megatron.schedules.job.plan_job import JobPlan, check_requests, plan_job
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress_bar import shown
-from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable
 
 
-def check(args: Any, *, is_built: bool = False) -> JobPlan | None:
-    """Checks all our flags against Megatron's, parsed and not yet validated, and plans the job.
+def checked(args: Any, *, is_built: bool = False) -> JobSpec | None:
+    """Runs all checks of our flags against Megatron's, parsed and not yet validated, that need no plan.
 
     If something cannot work, exits with status 2 after one line on standard error.
 
@@ -36,12 +37,12 @@ def check(args: Any, *, is_built: bool = False) -> JobPlan | None:
         is_built: whether the model is built already.
 
     Returns:
-        The planned job; None without ``--pipeline-schedule``.
+        The job; None without ``--pipeline-schedule``.
 
     Raises:
         TooEarlyError: a check needs Megatron, which is not imported yet.
     """
-    try:
+    with refusing(args):
         if args.pipeline_schedule is None:
             check_unscheduled(args)
             return None
@@ -55,14 +56,43 @@ def check(args: Any, *, is_built: bool = False) -> JobPlan | None:
             check_folder(spec.settings.measuring.folder)
         spec = completed(spec, args)
         check_model(spec)
+        return spec
+    raise AssertionError("refused")
+
+
+def planned(spec: JobSpec, args: Any) -> JobPlan:
+    """Plans a job. Refuses as :func:`checked`.
+
+    Raises:
+        TooEarlyError: it asks a device or a library, which Megatron's import brings.
+    """
+    with refusing(args):
         return plan_job(spec, machine_of(spec), made)
+    raise AssertionError("refused")
+
+
+def check_without_search(spec: JobSpec, args: Any) -> None:
+    """Refuses as :func:`planned` what is known to fail without a search."""
+    with refusing(args):
+        if spec.settings.schedule.name in ("adaptive", AUTO):
+            check_requests(spec, machine_of(spec))
+        else:
+            plan_job(spec, machine_of(spec))
+
+
+def check(args: Any) -> JobPlan | None:
+    """Runs all checks, and plans the job in this process."""
+    spec = checked(args)
+    return None if spec is None else planned(spec, args)
+
+
+@contextmanager
+def refusing(args: Any) -> Iterator[None]:
+    """Refuses the job for a PlanError."""
+    try:
+        yield
     except PlanError as error:
         _refuse(error, args)
-
-
-def planner_of(job: JobPlan) -> Planner:
-    """Returns the plans and programs of a job in training."""
-    return Planner(job.request, job.schedule, job.programs, made)
 
 
 def _refuse(error: PlanError, args: Any) -> NoReturn:
@@ -81,7 +111,6 @@ def check_settings(args: Any) -> None:
         _refuse(error, args)
 
 
-@lru_cache(maxsize=4)  # called before Megatron is imported, and again after it has parsed its flags
 def made(request: Request) -> Plan:
     """Returns the plan. If planning is slow, the first rank prints progress."""
     if request.schedule in ("adaptive", AUTO):

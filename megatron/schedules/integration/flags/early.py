@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.layer_pattern import EXPRESSION
-from megatron.schedules.integration.flags.check import check, check_settings
+from megatron.schedules.integration.flags.check import check_settings, check_without_search, checked, planned
 from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
+from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.late_imports import TooEarlyError
 
@@ -28,8 +29,8 @@ _ELSEWHERE = ("use_checkpoint_args",)
 
 def refuse_early(
     argv: Sequence[str], known: Collection[str] = (), arguments: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Runs every check of our flags that does not need Megatron.
+) -> JobPlan | None:
+    """Runs every check of our flags that needs neither Megatron nor a search.
 
     All checks run again after Megatron has parsed its flags.
 
@@ -37,8 +38,12 @@ def refuse_early(
 
     Args:
         argv: the command line.
-        known: flags that are valid although they look like misspelt flags of ours: those of Megatron's parser.
+        known: flags that are valid although they look like misspelt flags of ours: those of Megatron's parser, which
+            reads the command line next.
         arguments: arguments of ``install()``, by name.
+
+    Returns:
+        The plan of a dry run; None for other jobs, and if the dry run needs Megatron.
     """
     args = Namespace(pipeline_schedule=None)
     try:
@@ -50,12 +55,16 @@ def refuse_early(
             check_environment()
         if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
             check_settings(args)  # the other words may be those of another framework
-            return
+            return None
         args.world_size = whole_variable("WORLD_SIZE", 1)
         if not any(getattr(args, name) for name in _ELSEWHERE):
-            check(args)
+            spec = checked(args)
+            if spec is not None and not known:
+                if spec.settings.dry_run is not None:
+                    return planned(spec, args)
+                check_without_search(spec, args)
     except TooEarlyError:
-        return
+        return None
     except _FlagError as error:
         # Prints one line if a flag of ours is given; otherwise Megatron prints its own message.
         if any(word.startswith(FLAGS["schedule"]) for word in (*argv, error.flag)):
@@ -63,6 +72,7 @@ def refuse_early(
     except PlanError as error:
         if args.pipeline_schedule is not None:
             refuse(str(error))
+    return None
 
 
 def _refuse_misspelt(words: Iterable[str]) -> None:
