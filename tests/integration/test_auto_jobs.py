@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.integration.features import FULL
+from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_dry_run import JOB, together
 from tests.integration.test_same_result import assert_same_losses, differing
 
@@ -25,6 +27,27 @@ def test_it_trains_to_stocks_losses(train, limit):
     stock = train.stock(1, *job)
     assert_same_losses(ours, stock)
     assert differing(ours, stock) == []
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [f"{FULL} uniform --recompute-num-layers 1", "--recompute-granularity selective"],
+    ids=["full", "selective"],
+)
+def test_recompute_in_the_flags_that_is_left_out_changes_no_gradient(train, recompute):
+    job = ("--train-iters", "2", "--global-batch-size", "8", *recompute.split())
+    ours = train(2, *job, *AUTO[:4])
+    stock = train.stock(1, *job)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+def test_megatron_is_told_to_leave_its_own_recompute_out(megatron):
+    flags = f"{FULL} uniform --recompute-num-layers 1 --train-iters 1"
+    (status, printed), _ = megatron("outputs", 2, [*MODEL, *UNTIED, *AUTO, *flags.split()])
+    assert status == 0, printed
+    assert "pipeline schedule: recompute left out (--recompute-granularity full): " in printed
+    assert re.search(r"\n +recompute_granularity \.+ None\n", printed)
 
 
 def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(megatron):

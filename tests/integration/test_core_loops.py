@@ -91,6 +91,12 @@ def test_one_chunk_schedules_train_any_loop_alike(megatron: Any, stock: Any, sch
     check_passes(ours, splits="1f1b" not in schedule)
 
 
+def test_recompute_of_whole_layers_that_auto_leaves_out_changes_nothing(megatron: Any) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ours = megatron("core_loop", {PIPELINE: 2}, ONE_CHUNK["auto"], CALLS, **full)
+    check_same(ours, megatron("core_loop", {PIPELINE: 2}, None, CALLS, **full))
+
+
 SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "four ranks": ({PIPELINE: 4}, {}),
     "lengths vary, as in verl": ({PIPELINE: 2}, {"varied": True}),

@@ -136,13 +136,14 @@ def _compare(
         if plans.has_model:
             why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
         raise PlanError(f"--device-memory compares the bytes of --model, {why}")
-    rows, uneven, limiting = [], [], 0.0
+    rows, uneven, limiting, left_out = [], [], 0.0, ""
     for name, job, throughput in plans.compared(partial(plan_of, device=room)):
         if isinstance(job, str):
             rows.append(table.Row(name, job))
             continue
         uneven += [name] * plans.has_uneven_stages(job)
         timeline = job.plan.timeline
+        left_out = left_out or (f"{name}: {job.left_out}" if name == AUTO and job.left_out else "")
         limiting = max(limiting, 0.0 if job.plan.decisions.layers else timeline.least_bubble)
         row = table.Row(name, figures(timeline, plans.microbatch_bytes), throughput, layers=_layers(job.plan))
         if room is not None:
@@ -155,6 +156,7 @@ def _compare(
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
     note += f"\n{_uneven(uneven)}" if uneven and form in ("text", "markdown") else ""
+    note += f"\n{left_out}\n" if left_out and form in ("text", "markdown") else ""
     note += f"\n{_limited(limiting)}" if limiting >= _LIMITING and form in ("text", "markdown") else ""
     without = (
         form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.flags.check import checked
@@ -138,7 +137,7 @@ class LoopJob:
         if copies is not None and not torch.equal(*copies):
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         if job.spec.recompute.granularity is None and args.recompute_granularity is not None:
-            get_model_config(chunks[0]).recompute_granularity = None  # read in each forward
+            _leave_out_recompute(chunks)
         session.planner = session.plans.planner(job)
         self._job = _begun(session, job, session.planner, args, lambda: self._done + 1)
 
@@ -212,6 +211,14 @@ def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool
             f"and says what a plan for them would gain ({FLAGS['replan']} switches to it)"
         )
     return needed <= end and (by_flag or by_itself)
+
+
+def _leave_out_recompute(chunks: Sequence[torch.nn.Module]) -> None:
+    """Switches Megatron's recompute of whole layers off, which it decides in each forward."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        config = getattr(module, "config", None)
+        if getattr(config, "recompute_granularity", None) == "full":
+            config.recompute_granularity = None
 
 
 def _refuse_other_groups(call: Mapping[str, Any]) -> None:
