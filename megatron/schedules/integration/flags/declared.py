@@ -28,7 +28,7 @@ _SWITCHES = {
     "replan": "Plan again, in the background, for the costs that the job has measured of itself (iterations 3 to 8, or "
     "those of --pipeline-measure), and switch to the new order if it is shorter; again where a rank or the messages "
     "between two become slow. Losses stay the same. Give it in long jobs. --pipeline-schedule auto without "
-    "--pipeline-costs does so by itself, where enough iterations are left.",
+    "--pipeline-costs measures too, and only says what a new plan would gain.",
     "verify": "Prove that the schedule gives the right gradients, and stop: run the first iteration twice on the same "
     "samples and weights, as planned and with each I and W as one whole backward, compare each parameter's gradient "
     "and the loss on all ranks, and print a table. Ends with status 0 if they are equal, else with 1.",
