@@ -40,8 +40,8 @@ SHARED = {
     "save-memory": (
         "none|recompute|offload[=GB/S]|both[=GB/S]",
         "For auto and adaptive: the plan may recompute layers in passes R, offload activations to host memory in "
-        "passes O and L, or both, where that shortens the iteration within the memory limit. GB/S is what a rank copies one way "
-        "while the other way is busy; without it the cost file says how long a copy takes.",
+        "passes O and L, or both, where that shortens the iteration within the memory limit. GB/S is what a rank "
+        "copies one way while the other way is busy; without it the cost file says how long a copy takes.",
     ),
     "vocabulary-parallel": (
         "",
