@@ -91,10 +91,10 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
     def read(form: _Layers) -> Request:
         settled = placed(plain, form.layers, form.chunks)
         check_length(form.layers, stages(settled), "$.layers", "stage")
-        return replace(settled, start=form.start and _schedule(form.start, plain))
+        return replace(settled, start=_schedule(form.start, plain) if form.start else None)
 
     def form_of(made: Request) -> _Layers:
-        start = made.start and ScheduleForm.of(made.start)
+        start = ScheduleForm.of(made.start) if made.start else None
         return _Layers(made.decisions.layers or (), made.chunk_choices, start)
 
     made = _cached(f"layers-{_key(plain)}", _Layers, read, lambda: partition_layers(plain, progress), form_of)
