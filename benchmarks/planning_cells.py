@@ -18,7 +18,7 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.frontier import frontier
 from megatron.schedules.search.problem import Problem
-from megatron.schedules.utils import cache_directory
+from megatron.schedules.utils import private_folder
 
 Result = dict[str, Any]
 _EPSILON = 1e-9
@@ -60,7 +60,7 @@ class Cell:
 
 def code_version() -> str:
     """Returns a version of the code that the figures depend on."""
-    return hashlib.sha256(Path(__file__).read_bytes() + cache_directory.code_version().encode()).hexdigest()[:16]
+    return hashlib.sha256(Path(__file__).read_bytes() + private_folder.code_version().encode()).hexdigest()[:16]
 
 
 def measure(cell: Cell) -> Result:

@@ -1,4 +1,4 @@
-"""For every test: how much is run, and a folder of its own for plans, so that the user's is neither read nor filled."""
+"""For every test: how much is run, and a folder of its own for plans and compiled code, not the user's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.utils.cache_directory import PLANS_VARIABLE, USER_VARIABLE
+from megatron.schedules.utils.private_folder import PLANS_VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,5 +62,4 @@ class _Features:
 def _plans_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLANS_VARIABLE, str(tmp_path_factory.mktemp("plans")))
-        patch.setenv(USER_VARIABLE, str(tmp_path_factory.mktemp("cache")))  # for compiled code
         yield

@@ -73,7 +73,7 @@ read_settings() {
   read -ra extra <<<"${EXTRA_FLAGS:-}"
   TRAIN_FLAGS+=("${tokenizer[@]}" "${extra[@]}") # the last of two equal flags wins
 
-  # One folder of plans, so that one rank searches and the others read.
+  # One folder of plans, so that later jobs read what an earlier one found.
   export MEGATRON_SCHEDULES_CACHE=${MEGATRON_SCHEDULES_CACHE:-$PWD/runs/plans}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} NCCL_DEBUG=${NCCL_DEBUG:-WARN} PYTHONUNBUFFERED=1
 }

@@ -1,35 +1,34 @@
-"""Plans that are kept: searched once, by one process, and never trusted where the file is not whole."""
+"""Plans that are kept: searched once, read back for the same request alone, and made anew where a file is damaged."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner import plan_cache
-from megatron.schedules.planner.plan_cache import cached_plan
+from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.text_forms import to_json, to_record
-from megatron.schedules.utils import cache_directory, cache_lock
-from megatron.schedules.utils.cache_directory import PLANS_VARIABLE, USER_VARIABLE, plans_directory
+from megatron.schedules.schedule.text_forms import to_record
+from megatron.schedules.utils import private_folder
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.private_folder import PLANS_VARIABLE
 from megatron.schedules.utils.progress import Progress
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
+LARGE = Request("1f1b", 8, 512)
 
 
 @pytest.fixture
@@ -52,12 +51,15 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return requests
 
 
-def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
-    first = cached_plan(REQUEST)
-    again = cached_plan(replace(REQUEST))
+def test_the_same_is_searched_once(kept: Path, searched: list[Request], caplog: pytest.LogCaptureFixture):
+    heard: list[float] = []
+    first = cached_plan(REQUEST, heard.append)
+    assert sum(heard) == pytest.approx(1)
+    assert first == cached_plan(replace(REQUEST)) == plan(REQUEST)
     assert searched == [REQUEST]
-    assert first == again == plan(REQUEST)
-    assert [path.suffix for path in sorted(kept.glob("*.*"))] == [".json"], "and nothing half-written, and no lock"
+    (path,) = (path for path in kept.iterdir() if path.is_file())
+    assert path.suffix == ".json" and path.stat().st_mode & 0o777 == 0o600
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_another_version_of_the_planner_searches_anew(
 ):
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "climb.py").write_text("one")
-    monkeypatch.setattr(cache_directory, "__file__", str(tmp_path / "utils" / "cache_directory.py"))
+    monkeypatch.setattr(private_folder, "__file__", str(tmp_path / "utils" / "private_folder.py"))
     cached_plan(REQUEST)
     cached_plan(REQUEST)
     assert len(searched) == 1
@@ -92,38 +94,86 @@ def test_another_version_of_the_planner_searches_anew(
     assert len(searched) == 2
 
 
-@pytest.mark.parametrize(
-    "left", [b"", b"{}", b"\xff\x00", b"half", None], ids=["empty", "other", "bytes", "half", "gone"]
-)
-def test_what_is_not_whole_is_searched_and_written_anew(kept: Path, searched: list[Request], left: bytes | None):
+def result(request: Request) -> Callable[[bytes], bytes]:
+    """Puts the plan of another request in a file, under the file's own key."""
+    return lambda whole: json.dumps(json.loads(whole) | {"result": to_record(plan(request))}).encode()
+
+
+def changed(**changes: Any) -> Callable[[bytes], bytes]:
+    """Changes fields of the plan in a file."""
+
+    def change(whole: bytes) -> bytes:
+        record = json.loads(whole)
+        return json.dumps(record | {"result": record["result"] | changes}).encode()
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "bytes": lambda whole: b"\xff\x00",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "list": lambda whole: b"[]",
+    "nested": lambda whole: b"[" * 100_000,
+    "another key": lambda whole: json.dumps(json.loads(whole) | {"key": "other"}).encode(),
+    "other sizes": result(replace(REQUEST, microbatches=5)),
+    "other ranks": result(replace(REQUEST, ranks=4)),
+    "a deadlock": changed(order=[["0F0"]] * 3),
+    "no order": changed(order=3),
+    "no numbers": changed(microbatches="four"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_or_foreign_file_is_replaced_and_the_log_says_so_once(
+    kept: Path, searched: list[Request], damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+):
     schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     whole = path.read_bytes()
-    if left is None:
-        path.unlink()
-    else:
-        path.write_bytes(whole[: len(whole) // 2] if left == b"half" else left)
-    assert cached_plan(REQUEST) == schedule
+    path.write_bytes(damage(whole))
+    for _ in range(2):
+        assert cached_plan(REQUEST) == schedule
     assert len(searched) == 2
     assert path.read_bytes() == whole
+    (said,) = caplog.messages
+    assert said.startswith(f"pipeline schedule: {path} does not hold a plan for its request (")
+    assert said.endswith("): planned anew")
 
 
-def test_without_a_folder_to_write_to_it_plans_all_the_same(
-    searched: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_partition_or_shares_for_other_stages_are_searched_anew(kept: Path, caplog: pytest.LogCaptureFixture):
+    costs = replace(REQUEST.costs, model=loads(MODELS["Llama-3-8B"].whole))
+    request = replace(REQUEST, ranks=2, costs=costs, chunk_choices=(2,), memory_limit=0.5, recompute=True)
+    for cached, name, field in ((cached_partition, "layers", "layers"), (cached_saving, "saving", "recomputed")):
+        made = cached(request)
+        (path,) = kept.glob(f"{name}-*.json")
+        whole = path.read_bytes()
+        record = json.loads(whole)
+        assert len(record["result"][field]) == 4
+        record["result"][field] = record["result"][field][:3]
+        path.write_text(json.dumps(record))
+        assert cached(request) == made
+        assert path.read_bytes() == whole
+    assert len(caplog.messages) == 2
+
+
+def test_without_a_usable_folder_it_plans_all_the_same(
+    searched: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(PLANS_VARIABLE, str(tmp_path / "file" / "plans"))
     assert cached_plan(REQUEST) == cached_plan(REQUEST) == plan(REQUEST)
     assert len(searched) == 2
+    assert len(caplog.messages) == 1
 
 
 def test_on_a_full_disk_it_plans_all_the_same(kept: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_directory.os, "replace", full)
+    monkeypatch.setattr(private_folder.os, "replace", full)
     assert cached_plan(REQUEST) == plan(REQUEST)
-    assert not list(kept.glob("*.*"))
+    assert not any(path.is_file() for path in kept.iterdir())
 
 
 def test_what_cannot_be_planned_is_not_kept(kept: Path):
@@ -133,280 +183,38 @@ def test_what_cannot_be_planned_is_not_kept(kept: Path):
     assert not list(kept.glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [replace(REQUEST, microbatches=5), replace(REQUEST, memory_limit=0.8), replace(REQUEST, ranks=4)],
-    ids=["microbatches", "limit", "ranks"],
-)
-def test_a_plan_in_the_place_of_anothers_is_not_believed_and_the_log_says_so_once(
-    kept: Path, searched: list[Request], other: Request, caplog: pytest.LogCaptureFixture
-):
-    cached_plan(other)
-    (path,) = kept.glob("*.json")
-    foreign = path.read_bytes()
-    path.unlink()
-    cached_plan(REQUEST)
-    (path,) = kept.glob("*.json")
-    path.write_bytes(foreign)
-    for _ in range(2):
-        assert cached_plan(REQUEST) == plan(REQUEST)
-    assert searched == [other, REQUEST, REQUEST]
-    (said,) = caplog.messages
-    assert said.startswith(f"pipeline schedule: {path} does not hold the plan it was made for, or not all of it")
-    assert said.endswith(": planned anew")
-
-
-def test_a_plan_in_which_something_was_changed_is_not_believed(kept: Path, searched: list[Request]):
-    schedule = cached_plan(REQUEST)
-    (path,) = kept.glob("*.json")
-    record = json.loads(path.read_text())
-    record["order"] = json.loads(to_json(plan(replace(REQUEST, memory_limit=1.5, search_seconds=0.02))))["order"]
-    path.write_text(json.dumps(record))
-    assert cached_plan(REQUEST) == schedule
-    assert len(searched) == 2
-
-
-def test_a_large_plan_by_name_is_kept_too(kept: Path, searched: list[Request]):
-    request = Request("1f1b", 8, 512)
-    assert cached_plan(request) == cached_plan(request) == plan(request)
-    assert searched == [request]
+def test_large_plans_by_name_are_kept_and_small_ones_are_not(kept: Path, searched: list[Request]):
+    small = replace(REQUEST, schedule="v-half")
+    for request in (small, small, LARGE, LARGE):
+        assert cached_plan(request) == plan(request)
+    assert searched == [small, small, LARGE]
     assert len(list(kept.glob("*.json"))) == 1
 
 
-def test_small_plans_by_name_are_not_kept(kept: Path, searched: list[Request]):
-    for _ in range(2):
-        cached_plan(replace(REQUEST, schedule="v-half"))
-    assert len(searched) == 2
-    assert not kept.exists()
-
-
 AT_ONCE = """
-import sys, time
-from pathlib import Path
-from megatron.schedules.utils import cache_directory
+import sys
 from megatron.schedules.planner import plan_cache
 from megatron.schedules.schedule.text_forms import to_csv
-from tests.planner.test_plan_cache import REQUEST
+from tests.planner.test_plan_cache import LARGE
 
-def slowly(request, progress):
-    with Path(sys.argv[1]).open("a") as log:
-        log.write("searched\\n")
-    time.sleep(0.5)
+def together(request, progress):
+    print("planning", flush=True)
+    sys.stdin.readline()
     return plan(request, progress)
 
-plan, plan_cache.plan = plan_cache.plan, slowly
-print("ready", flush=True)
-sys.stdin.readline()
-print(to_csv(plan_cache.cached_plan(REQUEST)))
+plan, plan_cache.plan = plan_cache.plan, together
+print(to_csv(plan_cache.cached_plan(LARGE)))
 """
 
 
-def test_of_many_processes_one_searches_and_the_others_wait(kept: Path, tmp_path: Path):
-    """As the ranks of a job do that share a folder."""
-    log = tmp_path / "log"
-    arguments = [sys.executable, "-c", AT_ONCE, str(log)]
+def test_two_processes_at_once_get_the_same_plan_and_none_waits_for_the_other(kept: Path, searched: list[Request]):
     pipe = subprocess.PIPE
-    ranks = [subprocess.Popen(arguments, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
-    for rank in ranks:
-        assert rank.stdout and rank.stdin
-        assert rank.stdout.readline() == "ready\n"
-    for rank in ranks:
-        assert rank.stdin
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-    found = [rank.communicate(timeout=HANGS_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert len(set(found)) == 1
-    assert log.read_text() == "searched\n"
-
-
-WORKING = """
-import sys, time
-from megatron.schedules.planner import plan_cache
-
-def slowly(request, progress):
-    for _ in range(4):
-        progress(0.25)
-        print("worked", flush=True)
-        sys.stdin.readline()
-    return plan(request)
-
-plan, plan_cache.plan = plan_cache.plan, slowly
-from tests.planner.test_plan_cache import REQUEST
-plan_cache.cached_plan(REQUEST)
-"""
-
-
-def test_who_waits_for_anothers_plan_hears_how_far_it_is(kept: Path):
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdin and other.stdout
-        assert other.stdout.readline() == "worked\n"
-        heard: list[float] = []
-
-        def progress(share: float) -> None:
-            heard.append(share)
-            assert other.stdin
-            other.stdin.write("on\n")
-            other.stdin.flush()
-
-        assert cached_plan(REQUEST, progress) == plan(REQUEST)
-    assert heard == [0.25] * 4
-
-
-def forge(path: Path, **changes: Any) -> None:
-    """Change what a kept file says, its checksum too."""
-    record = json.loads(path.read_text()) | changes
-    mark = record.pop("kept")
-    record["kept"] = mark | {"digest": hashlib.sha256(json.dumps(record).encode()).hexdigest()}
-    path.write_text(json.dumps(record))
-
-
-FORGED = {
-    "other sizes": to_record(plan(replace(REQUEST, microbatches=5))),
-    "other ranks": to_record(plan(replace(REQUEST, ranks=4))),
-    "too much memory": to_record(plan(replace(REQUEST, memory_limit=3))),
-    "another placement": to_record(plan(replace(REQUEST, schedule="interleaved-1f1b"))) | {"name": "adaptive"},
-    "no schedule's name": {"name": "mine"},
-    "an order that cannot finish": {"order": [["0F0"]] * 3},
-    "no order": {"order": 3},
-    "no numbers": {"microbatches": "four"},
-}
-
-
-@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
-def test_a_forged_plan_with_a_right_checksum_is_not_believed(
-    kept: Path, searched: list[Request], forged: dict[str, Any], caplog: pytest.LogCaptureFixture
-):
-    schedule = cached_plan(REQUEST)
-    (path,) = kept.glob("*.json")
-    whole = path.read_bytes()
-    forge(path, **forged)
-    assert cached_plan(REQUEST) == schedule
-    assert len(searched) == 2
-    assert path.read_bytes() == whole, "written anew"
-    (said,) = caplog.messages
-    assert str(path) in said and said.endswith(": planned anew")
-
-
-NOT_RECORDS = [b"null", b"[]", b"3", b'"kept"', b'{"kept": 1}', b"[" * 100_000, b'{"kept": {}, "a": NaN}', b"9" * 9999]
-
-
-@pytest.mark.parametrize("left", NOT_RECORDS, ids=lambda left: left[:12].decode())
-def test_whatever_a_kept_file_holds_the_plan_is_found(kept: Path, left: bytes):
-    schedule = cached_plan(REQUEST)
-    (path,) = kept.glob("*.json")
-    path.write_bytes(left)
-    assert cached_plan(REQUEST) == schedule
-
-
-@pytest.mark.parametrize("how", ["link", "writable"])
-def test_a_plan_that_others_may_have_put_there_is_replaced(
-    kept: Path, searched: list[Request], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-):
-    schedule = cached_plan(REQUEST)
-    (path,) = kept.glob("*.json")
-    if how == "link":
-        path.symlink_to(path.rename(tmp_path / "elsewhere"))
-    else:
-        path.chmod(0o666)
-    for _ in range(2):
-        assert cached_plan(REQUEST) == schedule
-    assert len(searched) == 2
-    assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600
-    assert len(caplog.messages) == 1
-
-
-def test_in_a_directory_open_to_others_it_plans_all_the_same_and_says_so_once(
-    kept: Path, searched: list[Request], caplog: pytest.LogCaptureFixture
-):
-    kept.mkdir(parents=True)
-    kept.chmod(0o777)
-    assert cached_plan(REQUEST) == cached_plan(REQUEST) == plan(REQUEST)
-    assert len(searched) == 2
-    assert not list(kept.iterdir())
-    assert len(caplog.messages) == 1
-
-
-def test_what_is_kept_is_read_where_nothing_can_be_written(
-    kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    cached_plan(REQUEST)
-    before, really = sorted(kept.iterdir()), os.open
-
-    def read_only(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(errno.EROFS, "Read-only file system")
-        return really(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", read_only)
-    other = replace(REQUEST, microbatches=5)
-    assert cached_plan(REQUEST) == plan(REQUEST)
-    assert searched == [REQUEST], "read"
-    assert cached_plan(other) == plan(other)
-    assert searched == [REQUEST, other], "planned, since it is not there"
-    monkeypatch.undo()
-    assert sorted(kept.iterdir()) == before
-    assert not caplog.messages
-
-
-READ_AS_ANOTHER = """
-import os
-from megatron.schedules.planner import plan_cache
-from megatron.schedules.planner.registry import Request
-expected = plan_cache.cached_plan(Request("1f1b", 8, 512))
-os.setuid(65534)
-plan_cache.plan = None
-assert plan_cache.cached_plan(Request("1f1b", 8, 512)) == expected
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_roots_plans_are_read_by_a_user_who_cannot_write():
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        work = READ_AS_ANOTHER.replace("os.setuid", f"[os.chmod(p, 0o644) for p in os.scandir({folder!r})]; os.setuid")
-        environment = os.environ | {PLANS_VARIABLE: folder}
-        subprocess.run([sys.executable, "-c", work], cwd=ROOT, env=environment, check=True, timeout=120)
-
-
-def test_what_is_kept_needs_no_lock(kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch):
-    cached_plan(REQUEST)
-    monkeypatch.setattr(plan_cache, "locked", None)
-    assert cached_plan(REQUEST) == plan(REQUEST)
-    assert searched == [REQUEST]
-
-
-def test_after_a_planner_that_is_stopped_others_plan_for_themselves(
-    kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(cache_lock, "_PATIENCE_S", 0.5)
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout and other.stdout.readline() == "worked\n"
-        other.send_signal(signal.SIGSTOP)
-        for _ in range(2):
-            assert cached_plan(REQUEST) == plan(REQUEST)
-        other.kill()
-    (said,) = caplog.messages
-    assert f"is locked by process {other.pid} on " in said
-    assert searched == [REQUEST], "and what it found is kept"
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({PLANS_VARIABLE: "/plans", USER_VARIABLE: "/cache"}, "/plans"),
-        ({USER_VARIABLE: "/cache"}, "/cache/megatron-schedules"),
-        ({}, "/home/me/.cache/megatron-schedules"),
-        ({PLANS_VARIABLE: "", USER_VARIABLE: ""}, "/home/me/.cache/megatron-schedules"),
-    ],
-)
-def test_plans_are_kept_where_the_variable_says_or_in_the_users_cache(
-    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-):
-    for variable in (PLANS_VARIABLE, USER_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in {"HOME": "/home/me", **environment}.items():
-        monkeypatch.setenv(variable, value)
-    assert plans_directory() == Path(expected)
+    command = [sys.executable, "-c", AT_ONCE]
+    planners = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for planner in planners:
+        assert planner.stdout and planner.stdout.readline() == "planning\n"
+    plans = [planner.communicate("go\n", timeout=HANGS_S)[0] for planner in planners]
+    assert [planner.returncode for planner in planners] == [0, 0]
+    assert plans[0] == plans[1]
+    assert cached_plan(LARGE) == plan(LARGE)
+    assert not searched, "read"

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.search import polish
-from megatron.schedules.utils.cache_directory import PLANS_VARIABLE, USER_VARIABLE
+from megatron.schedules.utils.private_folder import PLANS_VARIABLE
 from tests.counting import lines_run
 from tests.planner.made_schedules import NAMED, UNIT, plan_and_seconds
 
@@ -82,7 +82,7 @@ def test_large_plans_take_a_minute_and_a_gigabyte_at_most(
     command = [sys.executable, "-m", "megatron.schedules", "plan", "--schedule", "v-half", *size]
     taken = []
     for attempt in ("first", "again, for machines have their moments"):
-        environment = os.environ | dict.fromkeys((PLANS_VARIABLE, USER_VARIABLE), str(tmp_path / attempt))
+        environment = os.environ | {PLANS_VARIABLE: str(tmp_path / attempt)}
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

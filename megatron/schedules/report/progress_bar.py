@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
-from megatron.schedules.utils.progress import Progress, repeated, unheard
+from megatron.schedules.utils.progress import Progress, unheard
 
 # Short work writes nothing.
 _EVERY_S = 10.0
@@ -47,9 +48,17 @@ def _lines(what: str, stream: TextIO, every: float) -> Iterator[Progress]:
         nonlocal done
         done += share
 
-    def tell() -> None:
-        stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
-        stream.flush()
+    def run() -> None:
+        while not ended.wait(every):
+            stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
+            stream.flush()
 
-    with repeated(tell, every, "progress"):
+    # A thread, because the work may report nothing for a long time. It ends with the process in any case.
+    ended = threading.Event()
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
         yield advance
+    finally:
+        ended.set()
+        thread.join()

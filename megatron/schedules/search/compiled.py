@@ -1,15 +1,10 @@
-"""Inner loops as machine code, compiled once per user and cached in a directory of that user."""
+"""Inner loops as machine code, compiled once per user and cached in that user's private folder."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -21,8 +16,7 @@ from megatron.schedules.search import moves
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
 from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule, set_left
 from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
-from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
-from megatron.schedules.utils.cache_lock import locked
+from megatron.schedules.utils.private_folder import code_version, private_folder, warn_once
 
 
 class Queue(NamedTuple):
@@ -90,8 +84,6 @@ def _record(made: type[tuple[Any, ...]]) -> Any:
 
 
 _MOVES = _record(Move)
-_SUMS = "sums.json"
-_log = logging.getLogger(__name__)
 
 
 @cache
@@ -179,64 +171,45 @@ def work_for(both: Both) -> Work:
 
 
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Compiles ``function`` for one signature, or loads its machine code from the cache.
+    """Compiles ``function`` for one signature, or loads its machine code from numba's cache in the private folder.
 
-    numba caches code in pickles, and loading a pickle runs code. So the cache is used only if no other user can have
-    written to its directory and its checksums match, and by one process at a time. Otherwise the cached code is deleted
-    and compiled again, and a log line says so.
+    Several processes may do so at once: numba replaces its files as a whole.
     """
     import numba
+    from numba.core.registry import cpu_target
 
-    def compile_it(**options: Any) -> Callable[..., Any]:
-        made: Callable[..., Any] = numba.njit(signature, nogil=True, **options)(function)
+    if folder := private_folder():
+        # numba names files alike for all CPUs, so processes on different machines need different folders.
+        cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
+        cache_folder = folder / f"numba-{code_version()[:16]}-{numba.__version__}-{cpu}"
+        try:
+            return _compiled(function, signature, cache_folder)
+        except Exception as error:  # a full disk, or any error that a damaged pickle can raise
+            warn_once(f"compiled code is not cached: {cache_folder} cannot be used ({error!r}); deleting it may help")
+    return _compiled(function, signature, None)
+
+
+def _compiled(function: Callable[..., Any], signature: Any, cache_folder: Path | None) -> Callable[..., Any]:
+    """Compiles ``function``; loads it from ``cache_folder``, if there is one, or writes it there."""
+    import numba
+
+    made: Any = numba.njit(nogil=True)(function)
+    if isinstance(made, FunctionType):  # $NUMBA_DISABLE_JIT
         return made
-
-    with compiled_code(f"{code_version()[:16]}-numba-{numba.__version__}") as directory:
-        if directory is None:
-            return compile_it()
-        with locked(directory, function.__name__) as lock:
-            if lock is None or not _usable(directory, function.__name__):
-                return compile_it()
-            kept = directory.pinned / function.__name__
-            try:
-                tempfile.TemporaryFile(dir=directory.pinned).close()  # numba tests this too
-                with _kept_in(kept):
-                    made = compile_it(cache=True)
-            except OSError:  # a full disk
-                return compile_it()
-            _make_private(kept)
-            if _read_sums(kept) != _sums(kept):
-                directory.write(f"{function.__name__}/{_SUMS}", json.dumps(_sums(kept)))
-            return made
-
-
-def _usable(directory: Directory, name: str) -> bool:
-    """Checks that the code cached under ``name`` is safe to read, or absent. Deletes code that is not safe."""
-    kept = directory.pinned / name
-    if not os.path.lexists(kept):
-        return True
-    why = fault_within(kept)
-    if why is None and _read_sums(kept) == _sums(kept):
-        return True
-    _log.warning(
-        "pipeline schedule: %s holds machine code other than was put there, or not all of it%s: compiled anew",
-        directory.path / name,
-        f" ({why})" if why else "",
-    )
-    with suppress(OSError):
-        kept.unlink() if kept.is_symlink() or kept.is_file() else shutil.rmtree(kept)
-    return not os.path.lexists(kept)
-
-
-def _make_private(kept: Path) -> None:
-    """Removes the access that the umask gave others to numba's files; the parent directory has blocked them so far."""
-    for path in (kept, *kept.rglob("*")):
-        path.chmod(0o700 if path.is_dir() else 0o600)
+    if cache_folder:
+        with _cache_directory(cache_folder):
+            made.enable_caching()
+        if not Path(made.stats.cache_path).is_relative_to(cache_folder):  # where another version's code may lie
+            raise OSError(f"numba chose {made.stats.cache_path}")
+    made.compile(signature)
+    made.disable_compile()
+    compiled: Callable[..., Any] = made
+    return compiled
 
 
 @contextmanager
-def _kept_in(path: Path) -> Iterator[None]:
-    """Sets numba's cache directory to ``path`` while a function is decorated."""
+def _cache_directory(path: Path) -> Iterator[None]:
+    """Sets numba's cache directory to ``path`` while caching is enabled for a function."""
     import numba.core.config
 
     config: Any = numba.core.config
@@ -245,16 +218,3 @@ def _kept_in(path: Path) -> Iterator[None]:
         yield
     finally:
         config.CACHE_DIR = usual
-
-
-def _sums(path: Path) -> dict[str, str]:
-    """Checksums of all files in ``path`` except the checksum file itself."""
-    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != _SUMS)
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _read_sums(path: Path) -> object:
-    try:
-        return json.loads((path / _SUMS).read_text())
-    except (OSError, ValueError):
-        return None

@@ -1,10 +1,8 @@
-"""Progress reports of planning, and calls at intervals that show it."""
+"""Progress reports of planning."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 Progress = Callable[[float], None]
 """Callback that receives the share of the whole work completed since its last call."""
@@ -12,27 +10,6 @@ Progress = Callable[[float], None]
 
 def unheard(share: float) -> None:
     """Ignores progress."""
-
-
-@contextmanager
-def repeated(call: Callable[[], object], every: float, name: str) -> Iterator[None]:
-    """Makes ``call`` every so many seconds until the block ends.
-
-    A thread makes it, because the work may report nothing for a long time. It ends with the process in any case.
-    """
-    ended = threading.Event()
-
-    def run() -> None:
-        while not ended.wait(every):
-            call()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Parts:

@@ -22,9 +22,9 @@ from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress_bar import shown
-from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable
+from megatron.schedules.utils.private_folder import plans_directory
 
 
 def checked(args: Any, *, is_built: bool = False) -> JobSpec | None:
