@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.model_build import StockRecompute
+from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.checks import validate
@@ -271,8 +271,10 @@ def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
 
 
 def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
-    """Figures of a planned job."""
-    timeline, worst = job.plan.timeline, job.memory[job.worst]
+    """Figures of a planned job, with eight messages on each rank."""
+    timeline = job.plan.timeline
+    assert job.spec.trained is not None, "the model is known"
+    worst = max(rank_memory(job.spec.trained, job.schedule, timeline.costs, job.request), key=lambda rank: rank.device)
     chosen = job.schedule.name if job.spec.settings.schedule.name == AUTO else job.spec.settings.schedule.text
     return Planned(
         chosen,

@@ -216,7 +216,7 @@ def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool
 def _leave_out_recompute(chunks: Sequence[torch.nn.Module]) -> None:
     """Switches Megatron's recompute of whole layers off, which it decides in each forward."""
     for module in (module for chunk in chunks for module in chunk.modules()):
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "recompute_granularity", None) == "full":
             config.recompute_granularity = None
 
