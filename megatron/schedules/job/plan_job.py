@@ -20,7 +20,7 @@ from megatron.schedules.job.stage_layers import layers_by_stage
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.registry import AUTO, Request
-from megatron.schedules.planner.service import Plan, make_plan, or_named
+from megatron.schedules.planner.service import Plan, by_name, make_plan, or_named
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Program
@@ -226,24 +226,24 @@ def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> J
 
 
 def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
-    settings, limit = spec.settings, spec.settings.memory_limit
-    device = machine.device if settings.schedule.name == AUTO and limit is None else None
-    job = _made_within(spec, _limited(spec, machine), make)
-
-    def fits(other: JobPlan) -> bool:
-        ranks = other.memory
-        if device is not None:
-            return bool(ranks) and other.memory[other.worst].device <= (1 - RESERVED) * device
-        if limit is None or limit.size is None:
-            return False  # it was compared already
-        return bool(ranks) and max(rank.activations + rank.messages for rank in ranks) <= limit.size
-
-    if settings.schedule.name == AUTO:
-        job = _or_fitting_by_name(job, fits)
+    name, limited = spec.settings.schedule.name, _limited(spec, machine)
+    job = _made_within(spec, limited, make)
+    if name == AUTO and limited.limit is not None and limited.limit.size is not None:
+        job = _or_fitting_by_name(job, machine)
     _check_host(job, machine)
     if spec.by_megatron and (why := refusal(spec, job.schedule, machine)):
-        raise PlanError(f"{spec.flags['schedule']} {settings.schedule.name} {why}")
+        raise PlanError(f"{spec.flags['schedule']} {name} {why}")
     return job
+
+
+def _fits(job: JobPlan, machine: Machine) -> bool:
+    """Returns whether a plan keeps within its limit in GiB, or else within the device, with the messages it holds."""
+    limit, ranks = job.spec.settings.memory_limit, job.memory
+    if not ranks:
+        return False
+    if limit is None:
+        return machine.device is not None and ranks[job.worst].device <= (1 - RESERVED) * machine.device
+    return limit.size is not None and max(rank.activations + rank.messages for rank in ranks) <= limit.size
 
 
 def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
@@ -268,18 +268,13 @@ def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:
     return job
 
 
-def _or_fitting_by_name(job: JobPlan, fits: Callable[[JobPlan], bool]) -> JobPlan:
+def _or_fitting_by_name(job: JobPlan, machine: Machine) -> JobPlan:
     """Returns the plan, or the shortest schedule by name that is shorter and fits with the messages that it holds."""
-    plan = job.plan
-    limit = plan.request.memory_limit
-    for line in sorted(plan.named, key=lambda line: line.makespan):
-        if line.makespan >= plan.iteration_time:
+    for line in sorted(job.plan.named, key=lambda line: line.makespan):
+        if line.makespan >= job.plan.iteration_time:
             break
-        free = replace(plan, request=replace(plan.request, memory_limit=None), named=(line,))
-        found = or_named(free)
-        found = replace(found, request=replace(found.request, memory_limit=limit), named=plan.named)
-        if fits(by_name := replace(job, plan=found)):
-            return by_name
+        if _fits(named := replace(job, plan=by_name(job.plan, line)), machine):
+            return named
     return job
 
 
@@ -300,7 +295,7 @@ def _left_out(spec: JobSpec, job: JobPlan, kept_work: float, machine: Machine) -
 def _could_go(job: JobPlan, machine: Machine, make: Make) -> str:
     """Says if a job with a schedule by name would fit its devices without Megatron's own recompute."""
     free, device = _without_recompute(job.spec), machine.device
-    if free is None or device is None:
+    if free is None or device is None or job.request.schedule == "adaptive":  # a search is too long for a hint
         return ""
     try:
         other = _planned(free, machine, make)

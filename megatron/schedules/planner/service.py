@@ -209,15 +209,24 @@ def or_named(found: Plan) -> Plan:
     if not shorter:
         return found
     best = min(shorter, key=lambda line: line.makespan)
-    name, where = best.schedule.name, best.schedule.placement
-    named = replace(request, schedule=name, chunks=where.chunks, recompute=False, offload=False)
-    layers = request.layers_on(where) if request.partition else None
-    even = named if layers is None else with_layers(named, layers)
-    plans = [Plan(found.asked, even, best.schedule, found.named)]
-    if layers is not None:
-        placed = replace(_settled(named, unheard), asked=found.asked, named=found.named)
+    plans = [by_name(found, best)]
+    if request.partition and request.layers_on(best.schedule.placement) is not None:
+        placed = replace(_settled(_under(request, best), unheard), asked=found.asked, named=found.named)
         plans += [placed] if request.allows(placed.timeline) else []
     return min(plans, key=lambda plan: plan.iteration_time)
+
+
+def by_name(found: Plan, line: Timeline) -> Plan:
+    """Returns the schedule by name in ``line``, one of those of a plan of ``auto``, with even layers as a plan."""
+    named = _under(replace(found.asked, memory_limit=found.request.memory_limit), line)
+    layers = named.layers_on(line.schedule.placement) if named.partition else None
+    return Plan(found.asked, named if layers is None else with_layers(named, layers), line.schedule, found.named)
+
+
+def _under(request: Request, line: Timeline) -> Request:
+    """Returns the request for the schedule by name in ``line``."""
+    chunks = line.schedule.placement.chunks
+    return replace(request, schedule=line.schedule.name, chunks=chunks, recompute=False, offload=False)
 
 
 def _enough(request: Request) -> float:
