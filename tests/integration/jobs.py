@@ -14,7 +14,7 @@ import threading
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import count, pairwise
 from typing import Any
@@ -229,6 +229,11 @@ def input_difference(stages: Sequence[tuple[set[str], set[str]]]) -> str:
     """What is refused where stages, each on a rank of its own, were given inputs and lacked others, in one forward."""
     taken = [stage_inputs.Taken(frozenset(given), frozenset(lacking)) for given, lacking in stages]
     return stage_inputs.difference([{("decoder", stage): [each]} for stage, each in enumerate(taken)])
+
+
+def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``body(*args)`` returns on each of ``world`` ranks, which have no process groups yet, in rank order."""
+    return run_ranks(world, body, *args)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:

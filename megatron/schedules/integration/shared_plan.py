@@ -21,7 +21,6 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import from_json, to_json
-from megatron.schedules.utils.errors import PlanError
 
 # A rank that comes later than this has failed. A search may take longer, and ranks wait for it as long as need be.
 _TO_START, _TO_PLAN = timedelta(minutes=5), timedelta(hours=1)
@@ -44,16 +43,16 @@ class SharedPlans:
             args: Megatron's arguments.
         """
         own: list[JobPlan] = []
-
-        def text() -> str:
-            own.append(plan_job(spec, machine, made))
-            return to_text(own[0])
-
         with refusing(args):
             machine = machine_of(spec)
-            sent = self._shared(f"job {next(self._jobs)}", text)
-            return own[0] if own else from_text(sent, spec)
-        raise AssertionError("refused")
+
+        def text() -> str:
+            with refusing(args):
+                own.append(plan_job(spec, machine, made))
+            return to_text(own[0])
+
+        sent = self._shared(f"job {next(self._jobs)}", text)
+        return own[0] if own else from_text(sent, spec)
 
     def planner(self, job: JobPlan) -> Planner:
         """Returns the plans and programs of a job, whose plans for other numbers of microbatches are shared too."""
@@ -71,7 +70,7 @@ class SharedPlans:
     def _shared(self, key: str, make: Callable[[], str]) -> str:
         """Returns the text that ``make`` returns on the first rank. Collective over all ranks of the job.
 
-        If it raises PlanError there, that rank raises it, and all others end with status 2, in silence.
+        If it fails there, that rank says why, and all others end with status 2, in silence.
         """
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if dist.is_initialized():
@@ -88,7 +87,7 @@ class SharedPlans:
             return text
         try:
             text = make()
-        except PlanError:
+        except BaseException:  # of a refusal the line is printed by now: a launcher may end all ranks with the next
             self._store.set(key, "")
             _wait(self._store, f"{key} read", world - 1)
             raise
