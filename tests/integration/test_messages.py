@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.schedules.planner.registry import plan
-from megatron.schedules.planner.replanning import digest
-from megatron.schedules.planner.request import Request
-from megatron.schedules.schedule.kinds import Pass
-from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.features import each_schedule
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
@@ -72,29 +64,3 @@ def test_messages_have_high_priority_unless_the_file_says_otherwise(
     assert options(monkeypatch, tmp_path, high_priority_stream_groups=["dp_cp"])[3]
     assert not options(monkeypatch, tmp_path, low, high_priority_stream_groups=["dp_cp"])[3]
     assert options(monkeypatch, tmp_path, low, high_priority_stream_groups=["pp"])[3]
-
-
-def test_replicas_in_another_order_are_found_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages of experts, inside passes, match if all replicas of a pipeline rank run its passes in one order."""
-    from megatron.schedules.integration import messages
-
-    request = Request("v-half", 2, 4)
-    schedule = plan(request)
-    planned = digest(to_csv(schedule), schedule.placement, request)
-    others = [
-        to_csv(replace(schedule, order=tuple(swapped(each, at) if each is row else each for each in schedule.order)))
-        for row in schedule.order
-        for at in range(1, len(row))
-    ]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    for csv in (to_csv(schedule), *others):
-        ranks = [planned, planned, planned, digest(csv, schedule.placement, request)]
-        monkeypatch.setattr(
-            dist, "all_gather_object", lambda found, mine, ranks=ranks, group=None: found.__setitem__(slice(4), ranks)
-        )
-        with nullcontext() if csv not in others else pytest.raises(RuntimeError, match="rank 3 has another plan"):
-            messages._agree(planned)
-
-
-def swapped(row: Sequence[Pass], at: int) -> tuple[Pass, ...]:
-    return (*row[: at - 1], row[at], row[at - 1], *row[at + 1 :])
