@@ -10,6 +10,8 @@ from tests.sweep.worker import Call, Ending
 
 _LONGEST_LINE = 1000
 _PROGRESS = re.compile(r"^(?:(?:planning|placing|choosing) .* after \d+ s|  \d+ documents, .* MB/s)\n", re.MULTILINE)
+# A cache that cannot be used costs time, and no job its plan.
+_WARNING = re.compile(r"^.* is not used: .*; plans and compiled code are not cached, unless .*\n", re.MULTILINE)
 # What Megatron's own parser refuses it says after its usage.
 _MEGATRONS = re.compile(r"\Ausage: pretrain_gpt\.py .*?\n(?=pretrain_gpt\.py: error: )", re.DOTALL)
 # Whether a limit is too small depends on every other flag.
@@ -30,7 +32,7 @@ def faults(ended: Iterable[tuple[Call, Ending]], program: str, *, good: tuple[in
 
 def fault(call: Call, ending: Ending, program: str, good: tuple[int, ...]) -> str:
     """What is wrong with how ``call`` ended, empty where nothing is."""
-    err, by_megatron = _MEGATRONS.subn("", _PROGRESS.sub("", ending.err))
+    err, by_megatron = _MEGATRONS.subn("", _WARNING.sub("", _PROGRESS.sub("", ending.err)))
     if ending.status is None:
         last = ending.err.strip().splitlines()[-1:] or [""]
         return f"no end ({last[0][:80]})"
