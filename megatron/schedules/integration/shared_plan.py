@@ -24,8 +24,8 @@ from megatron.schedules.schedule.text_forms import from_json, to_json
 
 # A rank that comes later than this has failed. A search may take longer, and ranks wait for it as long as need be.
 _TO_START, _TO_PLAN = timedelta(minutes=5), timedelta(hours=1)
-# Seconds that the first rank waits for all others to read why there is no plan, because it may hold the store.
-_TO_READ = 20.0
+# Seconds that the first rank, which may hold the store, waits for all others to read.
+_TO_READ = 60.0
 
 
 class SharedPlans:
@@ -81,17 +81,16 @@ class SharedPlans:
             self._store = _store(rank)
         if rank:
             text: str = self._store.get(key).decode()
+            self._store.add(f"{key} read", 1)
             if not text:
-                self._store.add(f"{key} read", 1)
                 raise SystemExit(2)
             return text
+        text = ""
         try:
             text = make()
-        except BaseException:  # of a refusal the line is printed by now: a launcher may end all ranks with the next
-            self._store.set(key, "")
+        finally:  # of a refusal the line is printed by now: a launcher may end all ranks with the next
+            self._store.set(key, text)
             _wait(self._store, f"{key} read", world - 1)
-            raise
-        self._store.set(key, text)
         return text
 
 
