@@ -56,7 +56,7 @@ def explanation(
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
 
 
 def _against_named(timeline: Timeline, fitting: list[Timeline]) -> str:
