@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.declared import add_stock_arguments
+from megatron.schedules.integration.flags.declared import FLAGS, add_stock_arguments
 from megatron.schedules.integration.layers import model_shape
 from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import JobSpec, Settings
@@ -86,7 +86,7 @@ def test_a_shared_one_has_as_many_words_on_every_rank(words, tensor, pipeline, m
     """No more than stock's own padding where that divides, else the fewest that its padding would give and that do."""
     settings = Settings(ScheduleChoice("1f1b", "1f1b"), vocabulary_parallel=True)
     sizes = Sizes(tensor * pipeline, pipeline, tensor)
-    spec = JobSpec(settings, sizes, vocabulary_multiple=multiple)
+    spec = JobSpec(settings, sizes, vocabulary_multiple=multiple, flags=FLAGS)
     assert spec.divisible(words) == padded
     assert padded % (tensor * pipeline) == 0
     schedule = plan(Request("1f1b", pipeline, pipeline))
