@@ -162,15 +162,13 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
         unit_ms: of both, in milliseconds.
     """
     from benchmarks.emulated_ranks import run_ranks
-    from megatron.schedules.programs.checker import check
-    from megatron.schedules.programs.lowering import lower
+    from megatron.schedules.programs.checker import proved
 
     schedule = plan(request)
     planned, sleeping = (costs.on(schedule.placement, request.decisions) for costs in (request.costs, true))
     times = {kind: tuple(unit_ms * time for time in each) for kind, each in sleeping.times.items()}
     measured = replace(sleeping, times=times)
-    programs = lower(schedule, planned)
-    check(programs)
+    programs = proved(schedule, planned)
     found = run_ranks(request.ranks, partial(_on_a_rank, programs, measured), timeout=600)
     rows = [[[span[at] for span in rank] for rank in found] for at in (0, 1)]
     start, end, _ = aligned(schedule, *rows)

@@ -12,7 +12,7 @@ from benchmarks import emulated_ours, emulated_stock, emulated_torch
 from benchmarks.emulated_passes import Passes
 from benchmarks.emulated_ranks import begin_together, run_ranks
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.kinds import Kind
@@ -66,8 +66,7 @@ def of_ours(name: str, request: Request, start: Start = emulated_ours.start) -> 
 
 def of_plan(name: str, schedule: Schedule, costs: StageCosts, start: Start = emulated_ours.start) -> Contestant:
     """Returns our engine with ``schedule``, lowered for ``costs``."""
-    programs = lower(schedule, costs)
-    check(programs)
+    programs = proved(schedule, costs)
     return Contestant("ours", name, schedule, partial(start, programs))
 
 

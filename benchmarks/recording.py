@@ -40,13 +40,11 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
         unit: seconds.
     """
     from benchmarks.emulated_ranks import run_ranks
-    from megatron.schedules.programs.checker import check
-    from megatron.schedules.programs.lowering import lower
+    from megatron.schedules.programs.checker import proved
 
     schedule, asked = plan(request), request.costs
     costs = Costs(unit * asked.forward, unit * asked.input_grad, unit * asked.weight_grad)
-    programs = lower(schedule, costs.on(schedule.placement))
-    check(programs)
+    programs = proved(schedule, costs.on(schedule.placement))
     return figures(
         schedule, run_ranks(request.ranks, partial(_on_a_rank, schedule, programs, costs, repetitions), timeout=600)
     )

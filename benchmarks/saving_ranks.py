@@ -11,8 +11,7 @@ from benchmarks.emulated_passes import Passes
 from benchmarks.emulated_ranks import begin_together, run_ranks
 from benchmarks.saving_entry import Entry
 from benchmarks.saving_tensors import StockLayers
-from megatron.schedules.programs.checker import check
-from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
@@ -42,8 +41,7 @@ def start_stock(
 
 def start_ours(schedule: Schedule, costs: StageCosts, rank_bytes: int) -> Start:
     """Returns our engine with ``schedule``, lowered for ``costs``."""
-    programs = lower(schedule, costs)
-    check(programs)
+    programs = proved(schedule, costs)
     return partial(saving_stages.start, programs, rank_bytes)
 
 

@@ -61,8 +61,7 @@ def emulate(plans: Sequence[tuple[str, Timeline]], seconds: float) -> list[Emula
         PlanError: if a plan cannot be emulated.
     """
     from benchmarks.emulated_ranks import run_ranks
-    from megatron.schedules.programs.checker import check
-    from megatron.schedules.programs.lowering import lower
+    from megatron.schedules.programs.checker import proved
 
     ranks = {timeline.schedule.ranks for _, timeline in plans}
     if len(ranks) > 1:
@@ -74,8 +73,7 @@ def emulate(plans: Sequence[tuple[str, Timeline]], seconds: float) -> list[Emula
     unit = max(seconds - _START_S, 0.5) / whole
     bodies: list[tuple[Sequence[Program], StageCosts]] = []
     for _, timeline in plans:
-        programs = lower(timeline.schedule, timeline.costs)
-        check(programs)
+        programs = proved(timeline.schedule, timeline.costs)
         times = {kind: tuple(unit * time for time in of_kind) for kind, of_kind in timeline.costs.times.items()}
         bodies.append((programs, replace(timeline.costs, times=times)))
     taken = run_ranks(ranks.pop(), partial(_on_a_rank, bodies), timeout=10 * seconds + 60)

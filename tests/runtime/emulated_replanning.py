@@ -22,7 +22,7 @@ from megatron.schedules.measure.iteration_summary import rank_times
 from megatron.schedules.measure.slow_ranks import SlowWatch
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
-from megatron.schedules.programs.checker import check
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Program, channels_of
 from megatron.schedules.runtime.control_messages import ControlMessages
@@ -47,8 +47,7 @@ class Plans:
         self.running, self.program = schedule, lower(schedule, costs.on(schedule.placement))[dist.get_rank()]
 
     def prove(self, request: Request, schedule: Schedule) -> tuple[Program, ...]:
-        programs = lower(schedule, request.costs.on(schedule.placement))
-        check(programs)
+        programs = proved(schedule, request.costs.on(schedule.placement))
         return programs
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.programs.checker import check
-from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.program import Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.schedule import Schedule
@@ -25,8 +24,7 @@ Gather = Callable[[Tensor], list[Tensor]]
 
 def lowered(schedule: Schedule) -> tuple[Program, ...]:
     """The programs of ``schedule`` under :func:`shared_costs`, proved."""
-    programs = lower(schedule, shared_costs(4 * schedule.ranks).on(schedule.placement))
-    check(programs)
+    programs = proved(schedule, shared_costs(4 * schedule.ranks).on(schedule.placement))
     return programs
 
 

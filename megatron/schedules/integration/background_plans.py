@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
-from megatron.schedules.programs.checker import check
-from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.program import Program
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.planner import Planner
@@ -125,8 +124,7 @@ class BackgroundPlans:
         loads = MicrobatchLoads.of(lengths, sizes.sequence, sizes.rows)
         found, usual = planner.plan(loads), planner.usual(loads)
         self._agree(found)
-        programs = lower(found.schedule, found.timeline.costs)
-        check(programs)
+        programs = proved(found.schedule, found.timeline.costs)
         less = 1 - found.timeline.makespan / usual.timeline.makespan
         return Planned(programs[self._rank], found.order, found.timeline, less)
 

@@ -21,8 +21,7 @@ from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.registry import AUTO, Request
 from megatron.schedules.planner.service import Plan, by_name, make_plan, or_named
-from megatron.schedules.programs.checker import check
-from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
@@ -68,9 +67,7 @@ class JobPlan:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Program of each rank, proved to end."""
-        programs = lower(self.schedule, self.plan.costs)
-        check(programs)
-        return programs
+        return proved(self.schedule, self.plan.costs)
 
     @property
     def messages(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import (
     ADDS_GRADIENTS,
     COLLECTIVES,
@@ -35,6 +36,19 @@ from megatron.schedules.programs.program import (
     collectives_among,
 )
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
+
+
+def proved(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:
+    """Returns the program of each rank of ``schedule``, proved to end.
+
+    Raises:
+        ProgramError: as :func:`check`.
+    """
+    programs = lower(schedule, costs)
+    check(programs)
+    return programs
 
 
 def check(programs: Sequence[Program]) -> None:

@@ -11,15 +11,13 @@ from megatron.schedules.planner.forward_only import forward_only as all_forwards
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.whole_backwards import references
-from megatron.schedules.programs.checker import check
-from megatron.schedules.programs.lowering import lower
+from megatron.schedules.programs.checker import proved
 from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class Planner:
@@ -149,7 +147,7 @@ class Planner:
         Raises:
             ProgramError: the programs would not finish.
         """
-        return _checked(schedule, request.costs_on(self.placement))
+        return proved(schedule, request.costs_on(self.placement))
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
         """Trains with ``schedule`` from now on. Plans for other numbers of microbatches use the costs of ``request``.
@@ -163,7 +161,7 @@ class Planner:
 
     def references(self, timeline: Timeline, rank: int) -> tuple[Program, ...]:
         """Programs of ``rank`` for the plan of ``timeline`` with whole backwards, see :func:`.references`."""
-        return tuple(_checked(schedule, timeline.costs)[rank] for schedule in references(timeline.schedule))
+        return tuple(proved(schedule, timeline.costs)[rank] for schedule in references(timeline.schedule))
 
     def for_lengths(self, num_microbatches: int, attention: tuple[float, float]) -> LengthsPlanner:
         """Returns the planner for iterations whose microbatches differ in length.
@@ -183,11 +181,4 @@ class Planner:
             schedule = self.schedule(num_microbatches)
         else:
             schedule = all_forwards(self.placement, num_microbatches, request.costs, request.decisions)
-        return _checked(schedule, request.costs_on(self.placement))
-
-
-def _checked(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:
-    """Programs of all ranks, lowered and proved to finish."""
-    programs = lower(schedule, costs)
-    check(programs)
-    return programs
+        return proved(schedule, request.costs_on(self.placement))
