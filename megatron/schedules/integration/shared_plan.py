@@ -80,6 +80,7 @@ class SharedPlans:
         if self._store is None:
             self._store = _store(rank)
         if rank:
+            self._store.wait([key], _TO_PLAN)
             text: str = self._store.get(key).decode()
             self._store.add(f"{key} read", 1)
             if not text:
@@ -111,9 +112,7 @@ def _store(rank: int) -> dist.Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    mine = dist.PrefixStore(f"megatron-schedules/plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    mine.set_timeout(_TO_PLAN)
-    return mine
+    return dist.PrefixStore(f"megatron-schedules/plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _wait(store: dist.Store, counter: str, most: int) -> None:

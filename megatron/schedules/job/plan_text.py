@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
+from msgspec import Struct
 
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.job.plan_job import JobPlan
@@ -14,9 +14,10 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.validation import validate
+from megatron.schedules.utils.json_files import decode, encode
 
 
-class _Text(msgspec.Struct):
+class _Text(Struct):
     """What the planner chose, and the plan."""
 
     layers: Layers | None
@@ -32,7 +33,7 @@ def to_text(job: JobPlan) -> str:
     """Returns the plan as one JSON object."""
     settings, plan = job.spec.settings, job.plan
     chosen = settings.layers, settings.saving, job.spec.recompute, job.left_out
-    return msgspec.json.encode(_Text(*chosen, plan.asked, plan.request, plan.schedule)).decode()
+    return encode(_Text(*chosen, plan.asked, plan.request, plan.schedule))
 
 
 def from_text(text: str, spec: JobSpec) -> JobPlan:
@@ -41,7 +42,7 @@ def from_text(text: str, spec: JobSpec) -> JobPlan:
     Raises:
         PlanError: a pass is missing, repeated, on the wrong rank, or would wait for ever.
     """
-    found = msgspec.json.decode(text, type=_Text)
+    found = decode(text, _Text)
     validate(found.schedule)
     settings = replace(spec.settings, layers=found.layers, saving=found.saving)
     chosen = replace(spec, settings=settings, recompute=found.recompute)
