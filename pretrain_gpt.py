@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import sys
 
-from megatron.schedules.integration.dry_run import dry_run
+from megatron.schedules.integration.dry_run import dry_run_early
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.gpt_data import refuse_other_data
 
 if __name__ == "__main__":  # before the imports that take seconds
-    plan = refuse_early(sys.argv[1:])
+    job = refuse_early(sys.argv[1:])
     refuse_other_data(sys.argv[1:])
-    if plan is not None:
-        dry_run(plan)
+    if job is not None:
+        dry_run_early(job)
 
 from megatron.schedules import install, without_gpu
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron.schedules.integration.dry_run import dry_run
-from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags import check
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.machine import machine_of
 from megatron.schedules.integration.flags.reader import completed, spec_of
@@ -73,13 +73,19 @@ def ended(line: Sequence[str]) -> Ending:
     said, job = StringIO(), None
     with redirect_stdout(said), redirect_stderr(said):
         try:
-            job = check(_parsed(line))
-            assert job is not None
+            job = job_of(_parsed(line))
             assert job.spec.settings.dry_run is not None
             dry_run(job)
         except SystemExit as end:
             return Ending(int(end.code or 0), said.getvalue(), job)
     raise AssertionError("a dry run ends the process")
+
+
+def job_of(args: Any) -> JobPlan:
+    """Runs all checks of Megatron's arguments, which have a schedule, and plans the job in this process."""
+    spec = check.checked(args)
+    assert spec is not None
+    return check.planned(spec)
 
 
 def planned(line: Sequence[str]) -> JobPlan:

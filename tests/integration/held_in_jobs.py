@@ -12,19 +12,18 @@ from megatron.training import arguments, training
 
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.reader import completed
 from megatron.schedules.integration.linears.products import memory_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.job_costs import costs_of
+from tests.integration.dry_runs import job_of
 
 
 def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     """The estimate for the command line of this process as a CPU runs it, with attention in one kernel if asked."""
     hooks.install()
     args = arguments.parse_args()
-    asked = check(args)
-    assert asked is not None
+    asked = job_of(args)
     spec = completed(asked.spec, args)
     assert spec.model is not None
     build = replace(spec.model.build, plain=args.transformer_impl == "local")

@@ -11,9 +11,9 @@ import pytest
 
 from megatron.schedules.cli.commands import main
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.job.plan_summary import summary
+from tests.integration.dry_runs import job_of
 
 FULL = "--recompute-granularity full --recompute-method"
 EXPERTS = """--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 50000 --swiglu
@@ -77,8 +77,7 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     args.global_batch_size = 8 * args.micro_batch_size * data
     args.world_size = 4 * args.tensor_model_parallel_size * data
     monkeypatch.setattr("megatron.schedules.job.plan_job.refusal", lambda *_: "")
-    asked = check(args)
-    assert asked is not None
+    asked = job_of(args)
     timeline = asked.plan.timeline
     assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(timeline.peaks))
     assert plan["figures"]["makespan"] == pytest.approx(timeline.makespan)

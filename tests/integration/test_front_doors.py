@@ -12,12 +12,11 @@ import pytest
 
 import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
-from megatron.schedules.integration.flags.check import checked, planned
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
-from tests.integration.dry_runs import short_searches
+from tests.integration.dry_runs import job_of, short_searches
 
 LLAMA = """--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
     --group-query-attention --num-query-groups 8 --disable-bias-linear --normalization RMSNorm --seq-length 4096
@@ -43,9 +42,7 @@ def in_a_job(model: str, ranks: int, limit: str, schedule: str, *more: str) -> J
     ours = ["--pipeline-schedule", schedule, "--pipeline-memory-limit", limit, *more]
     args, _ = stock_parser().parse_known_args([*shlex.split(model), *sizes.split(), *ours])
     args.world_size = ranks
-    spec = checked(args)
-    assert spec is not None
-    return planned(spec, args)
+    return job_of(args)
 
 
 @pytest.mark.parametrize(("model", "ranks", "limit", "schedule"), SETTINGS)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, add_stock_arguments
 from megatron.schedules.job.plan_job import JobPlan, auto_choices
 from megatron.schedules.job.plan_summary import summary
@@ -20,6 +19,7 @@ from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.simulator import simulate
+from tests.integration.dry_runs import job_of
 
 LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
     --ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
@@ -65,8 +65,7 @@ def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(mor
     add_stock_arguments(parser)
     args = add_arguments(parser).parse_args(flags.split())
     args.world_size = args.pipeline_model_parallel_size
-    asked = check(args)
-    assert asked is not None
+    asked = job_of(args)
     ranks = asked.memory
     assert max(rank.activations + rank.messages for rank in ranks) <= limit * 2**30
     assert max(rank.activations for rank in ranks) >= 0.5 * limit * 2**30, "the limit is made use of"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -36,8 +35,7 @@ def _planned(limit: float, groups: bool) -> tuple[int, str, str, int]:
         dist.init_process_group("gloo")
     settings = Settings(CHOICE, MemoryLimit(str(limit), limit), search_seconds=0.01)
     plans = shared_plan.SharedPlans()
-    args = Namespace(pipeline_schedule="adaptive")
-    job = plans.job(JobSpec(settings, Sizes(4, 4), layers=StockLayers(16), microbatches=8, flags=FLAGS), args)
+    job = plans.job(JobSpec(settings, Sizes(4, 4), layers=StockLayers(16), microbatches=8, flags=FLAGS))
     later = plans.planner(job).schedule(12)
     if not groups:
         dist.init_process_group("gloo")  # with the same server

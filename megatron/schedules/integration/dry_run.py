@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.check import made
+from megatron.schedules.integration.flags.check import made, planned
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plan_summary import summary
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import letters_by_stage
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
@@ -20,6 +22,7 @@ from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
 from megatron.schedules.report.table import gib
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.late_imports import TooEarlyError
 
 # Exit status of a job that would not fit.
 _DOES_NOT_FIT = 3
@@ -54,6 +57,13 @@ def dry_run(job: JobPlan) -> NoReturn:
     sys.stdout.write(f"not counted: {NOT_COUNTED}\n")
     sys.stdout.flush()
     raise SystemExit(status)
+
+
+def dry_run_early(spec: JobSpec) -> None:
+    """Ends the process as :func:`dry_run` if the job asks for that, and its plan does not need Megatron."""
+    if spec.settings.dry_run is not None:
+        with suppress(TooEarlyError):
+            dry_run(planned(spec))
 
 
 def _heading(sizes: Sizes, source: str) -> str:

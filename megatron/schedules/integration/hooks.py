@@ -59,13 +59,13 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if asked is None:
         return stock(args, *rest, **kwargs)
     if asked.settings.dry_run is not None:
-        dry_run(planned(asked, args))
+        dry_run(planned(asked))
     if standin.needed() and not standin.enabled():
         refuse(
             "no CUDA device here, and Megatron requires one: to try it on the CPU call "
             "megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)"
         )
-    job = session.plans.job(asked, args)
+    job = session.plans.job(asked)
     spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
     if spec.recompute.granularity is None and args.recompute_granularity is not None:
         leave_out_recompute(args)

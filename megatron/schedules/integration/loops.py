@@ -126,7 +126,7 @@ class LoopJob:
         args = live_args(session.settings, chunks, call)
         spec = checked(args, is_built=True)
         assert spec is not None, "a schedule is given"
-        job = session.plans.job(spec, args)
+        job = session.plans.job(spec)
         placement = job.schedule.placement
         if placement.chunks != len(chunks):
             refuse(

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
-from typing import Any
 
 import torch.distributed as dist
 
@@ -35,19 +34,14 @@ class SharedPlans:
         self._store: dist.Store | None = None
         self._jobs = count()
 
-    def job(self, spec: JobSpec, args: Any) -> JobPlan:
-        """Plans a job, or refuses it in one line of the first rank. Collective over all ranks of the job.
-
-        Args:
-            spec: the job.
-            args: Megatron's arguments.
-        """
+    def job(self, spec: JobSpec) -> JobPlan:
+        """Plans a job, or refuses it in one line of the first rank. Collective over all ranks of the job."""
         own: list[JobPlan] = []
-        with refusing(args):
+        with refusing(spec.settings.schedule.text):
             machine = machine_of(spec)
 
         def text() -> str:
-            with refusing(args):
+            with refusing(spec.settings.schedule.text):
                 own.append(plan_job(spec, machine, made))
             return to_text(own[0])
 

@@ -13,7 +13,7 @@ from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage, wrong_layers
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
-from megatron.schedules.planner.registry import AUTO, Request, stages
+from megatron.schedules.planner.registry import Request, stages
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.utils.errors import PlanError
@@ -62,7 +62,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
     microbatches = _microbatches(spec) if spec.microbatches is None else spec.microbatches
     request = Request(choice.name, spec.sizes.pipeline, microbatches, csv=spec.csv)
     limit = None
-    if choice.name in ("adaptive", AUTO):
+    if choice.is_searched:
         limit = settings.memory_limit
         request = replace(
             request,

@@ -171,9 +171,9 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
 
 def _check_linears(spec: JobSpec, machine: Machine) -> None:
     """Refuses a search for schedules that cannot split the linears."""
-    name = spec.settings.schedule.name
-    if name in ("adaptive", AUTO) and (fault := unsplittable(spec, machine)):
-        raise PlanError(f"{spec.flags['schedule']} {name} {fault}")
+    schedule = spec.settings.schedule
+    if schedule.is_searched and (fault := unsplittable(spec, machine)):
+        raise PlanError(f"{spec.flags['schedule']} {schedule.name} {fault}")
 
 
 def _is_valid(spec: JobSpec) -> bool:

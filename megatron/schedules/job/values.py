@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
-from megatron.schedules.planner.registry import own_chunks
+from megatron.schedules.planner.registry import AUTO, own_chunks
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive, size
@@ -42,6 +42,11 @@ class ScheduleChoice:
     name: str
     chunks: int | None = None
     file: Path | None = None
+
+    @property
+    def is_searched(self) -> bool:
+        """True if the planner searches the order."""
+        return self.name in ("adaptive", AUTO)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -42,73 +42,70 @@ def checked(args: Any, *, is_built: bool = False) -> JobSpec | None:
     Raises:
         TooEarlyError: a check needs Megatron, which is not imported yet.
     """
-    with refusing(args):
+    with refusing(args.pipeline_schedule):
         if args.pipeline_schedule is None:
             check_unscheduled(args)
-            return None
-        check_environment()
-        check_bounds(args)
-        spec = spec_of(args, is_built=is_built)
-        if spec.settings.dry_run is not None and not is_first():
-            raise SystemExit(0)  # one process prints everything
-        validate(spec)
-        if spec.settings.measuring is not None and spec.settings.dry_run is None:
-            check_folder(spec.settings.measuring.folder)
-        spec = completed(spec, args)
-        check_model(spec)
-        return spec
-    raise AssertionError("refused")
+            spec = None
+        else:
+            spec = _checked(args, is_built=is_built)
+    return spec
 
 
-def planned(spec: JobSpec, args: Any) -> JobPlan:
+def _checked(args: Any, *, is_built: bool) -> JobSpec:
+    check_environment()
+    check_bounds(args)
+    spec = spec_of(args, is_built=is_built)
+    if spec.settings.dry_run is not None and not is_first():
+        raise SystemExit(0)  # one process prints everything
+    validate(spec)
+    if spec.settings.measuring is not None and spec.settings.dry_run is None:
+        check_folder(spec.settings.measuring.folder)
+    spec = completed(spec, args)
+    check_model(spec)
+    return spec
+
+
+def planned(spec: JobSpec) -> JobPlan:
     """Plans a job. Refuses as :func:`checked`.
 
     Raises:
         TooEarlyError: it asks a device or a library, which Megatron's import brings.
     """
-    with refusing(args):
-        return plan_job(spec, machine_of(spec), made)
-    raise AssertionError("refused")
+    with refusing(spec.settings.schedule.text):
+        job = plan_job(spec, machine_of(spec), made)
+    return job
 
 
-def check_without_search(spec: JobSpec, args: Any) -> None:
+def check_without_search(spec: JobSpec) -> None:
     """Refuses as :func:`planned` what is known to fail without a search."""
-    with refusing(args):
-        if spec.settings.schedule.name in ("adaptive", AUTO):
+    with refusing(spec.settings.schedule.text):
+        if spec.settings.schedule.is_searched:
             check_requests(spec, machine_of(spec))
         else:
             plan_job(spec, machine_of(spec))
 
 
-def check(args: Any) -> JobPlan | None:
-    """Runs all checks, and plans the job in this process."""
-    spec = checked(args)
-    return None if spec is None else planned(spec, args)
-
-
 @contextmanager
-def refusing(args: Any) -> Iterator[None]:
-    """Refuses the job for a PlanError."""
+def refusing(schedule: str) -> Iterator[None]:
+    """Refuses a job for a PlanError.
+
+    Args:
+        schedule: value of the schedule's flag.
+    """
     try:
         yield
     except PlanError as error:
-        _refuse(error, args)
-
-
-def _refuse(error: PlanError, args: Any) -> NoReturn:
-    message = error.told(FLAGS)
-    named = message.startswith(("--", "$"))
-    refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
+        message = error.told(FLAGS)
+        named = message.startswith(("--", "$"))
+        refuse(message if named else f"{FLAGS['schedule']} {schedule}: {message}")
 
 
 def check_settings(args: Any) -> None:
-    """Checks our flags alone, for a job whose model is not known yet. Refuses as :func:`check`."""
-    try:
+    """Checks our flags alone, for a job whose model is not known yet. Refuses as :func:`checked`."""
+    with refusing(args.pipeline_schedule):
         settings = settings_of(args)
         check_parts(settings.parts, [settings.schedule.name], FLAGS)
         check_replan(settings, FLAGS)
-    except PlanError as error:
-        _refuse(error, args)
 
 
 def made(request: Request) -> Plan:

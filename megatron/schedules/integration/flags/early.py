@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.layer_pattern import EXPRESSION
-from megatron.schedules.integration.flags.check import check_settings, check_without_search, checked, planned
+from megatron.schedules.integration.flags.check import check_settings, check_without_search, checked
 from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
-from megatron.schedules.job.plan_job import JobPlan
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.late_imports import TooEarlyError
 
@@ -29,7 +29,7 @@ _ELSEWHERE = ("use_checkpoint_args",)
 
 def refuse_early(
     argv: Sequence[str], known: Collection[str] = (), arguments: Mapping[str, Any] = MappingProxyType({})
-) -> JobPlan | None:
+) -> JobSpec | None:
     """Runs every check of our flags that needs neither Megatron nor a search.
 
     All checks run again after Megatron has parsed its flags.
@@ -43,7 +43,7 @@ def refuse_early(
         arguments: arguments of ``install()``, by name.
 
     Returns:
-        The plan of a dry run; None for other jobs, and if the dry run needs Megatron.
+        The job; None without a schedule, and if a check needs Megatron.
     """
     args = Namespace(pipeline_schedule=None)
     try:
@@ -60,9 +60,8 @@ def refuse_early(
         if not any(getattr(args, name) for name in _ELSEWHERE):
             spec = checked(args)
             if spec is not None and not known:
-                if spec.settings.dry_run is not None:
-                    return planned(spec, args)
-                check_without_search(spec, args)
+                check_without_search(spec)
+                return spec
     except TooEarlyError:
         return None
     except _FlagError as error:
