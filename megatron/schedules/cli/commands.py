@@ -22,13 +22,13 @@ from megatron.schedules.planner.registry import AUTO, CHOICES, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, PICTURES, Drawing, check_library, drawn, of_plans, of_run, picture
-from megatron.schedules.report.figures import amount, figures, number, title
+from megatron.schedules.report.figures import figures, number, title
 from megatron.schedules.report.frontier_svg import draw_comparison
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import size
-from megatron.schedules.utils.printable import counted, percent
+from megatron.schedules.utils.printable import amount, counted, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of text that is not written to a terminal
@@ -143,7 +143,8 @@ def _compare(
             continue
         uneven += [name] * plans.has_uneven_stages(job)
         timeline = job.plan.timeline
-        left_out = left_out or (f"{name}: {job.left_out}" if name == AUTO and job.left_out else "")
+        if name == AUTO and job.left_out:
+            left_out = f"{name}: {job.left_out}\n"
         limiting = max(limiting, 0.0 if job.plan.decisions.layers else timeline.least_bubble)
         row = table.Row(name, figures(timeline, plans.microbatch_bytes), throughput, layers=_layers(job.plan))
         if room is not None:
@@ -154,10 +155,13 @@ def _compare(
         emit(picture(draw_comparison(rows, _caption(plans)), form), output)
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
-    note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
-    note += f"\n{_uneven(uneven)}" if uneven and form in ("text", "markdown") else ""
-    note += f"\n{left_out}\n" if left_out and form in ("text", "markdown") else ""
-    note += f"\n{_limited(limiting)}" if limiting >= _LIMITING and form in ("text", "markdown") else ""
+    notes = [
+        _counted_for(plans, room) + "\n" if plans.knows_bytes else "",
+        _uneven(uneven) if uneven else "",
+        left_out,
+        _limited(limiting) if limiting >= _LIMITING else "",
+    ]
+    note = "".join(f"\n{each}" for each in notes if each) if form in ("text", "markdown") else ""
     without = (
         form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]
     )

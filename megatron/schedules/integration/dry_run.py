@@ -74,13 +74,13 @@ def _heading(sizes: Sizes, source: str) -> str:
 
 
 def _table(job: JobPlan) -> str:
-    spec, build, counts = job.spec, job.spec.build, job.request.layers_on(job.schedule.placement)
-    assert build is not None and counts is not None, "memory is known"
+    spec, build = job.spec, job.spec.build
+    assert build is not None, "memory is known"
     kernel = "in one kernel" if build.shape.fused else "with its scores kept"
     quantized = f", linears in {build.quantized}" if build.quantized else ""
     lines = [
         f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}{quantized}",
-        f"layers by stage: {as_layout(counts, spec.layers.ahead)}",
+        f"layers by stage: {as_layout(job.layers, spec.layers.ahead)}",
         as_text([_rank(job, rank) for rank in range(job.schedule.ranks)]).rstrip(),
     ]
     if not build.shape.vocabulary:
@@ -89,9 +89,7 @@ def _table(job: JobPlan) -> str:
 
 
 def _rank(job: JobPlan, rank: int) -> Rank:
-    counts = job.request.layers_on(job.schedule.placement)
-    assert counts is not None, "memory is known"
-    layers = tuple(counts[stage] for stage in job.schedule.placement.stages_of(rank))
+    layers = tuple(job.layers[stage] for stage in job.schedule.placement.stages_of(rank))
     return Rank(layers, job.memory[rank].parts, job.memory[rank].host)
 
 

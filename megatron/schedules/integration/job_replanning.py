@@ -25,11 +25,11 @@ from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_lin
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.replanning import with_room_for
 from megatron.schedules.planner.request import Request
-from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.utils.printable import amount
 
 # Iterations between the decision to measure and the first measured one; number of timed iterations.
 _AFTER, _TIMED = 2, 5

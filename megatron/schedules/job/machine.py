@@ -1,4 +1,4 @@
-"""What a plan has to keep within, beside its job."""
+"""What the devices and hosts of a job allow its plan."""
 
 from __future__ import annotations
 

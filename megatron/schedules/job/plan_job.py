@@ -27,7 +27,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.printable import percent
+from megatron.schedules.utils.printable import amount, percent
 
 Make = Callable[[Request], Plan]
 """Makes a plan, and may show how far it is."""
@@ -315,7 +315,7 @@ def _saved(share: float) -> str:
 def _free(job: JobPlan, machine: Machine) -> str:
     if machine.device is None or not job.memory:
         return ""
-    return f", and {(machine.device - job.memory[job.worst].device) / _GIB:.2f} GiB stay free"
+    return f", and {amount(machine.device - job.memory[job.worst].device)} stay free"
 
 
 def _host_bytes(job: JobPlan) -> float:

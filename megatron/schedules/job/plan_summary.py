@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.planner.request import Request
-from megatron.schedules.report.figures import amount
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import amount, counted
 
 
 def summary(job: JobPlan) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import counted, percent
+from megatron.schedules.utils.printable import amount, counted, percent
 
 # Iteration times with a smaller relative difference count as equal. Gains of a flag are reported from the second
 # number.
@@ -33,13 +33,13 @@ def explanation(
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
     size = request.limit_bytes
-    within = "" if limit is None else f", within the limit of {percent(limit, 1) if size is None else _gib(size)}"
+    within = "" if limit is None else f", within the limit of {percent(limit, 1) if size is None else amount(size)}"
     share = f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
-    used = share + within if peak_bytes is None else f"{_gib(peak_bytes)}{within}; {share}"
+    used = share + within if peak_bytes is None else f"{amount(peak_bytes)}{within}; {share}"
     counted_too = ""
     if peak_bytes is not None and timeline.limit > timeline.peak * (1 + _SAME):
         more = timeline.limit / timeline.peak * peak_bytes
-        counted_too = f"; {_gib(more)} with what its parameters take above the average"
+        counted_too = f"; {amount(more)} with what its parameters take above the average"
     lines = [
         f"Schedule: {_chosen(timeline, request)}.",
         f"Activation memory: {used}{counted_too}.",
@@ -53,10 +53,6 @@ def explanation(
             f"{percent(vocabulary_gain, 0)} shorter (flag vocabulary-parallel)."
         )
     return "\n".join(lines)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
 
 
 def _against_named(timeline: Timeline, fitting: list[Timeline]) -> str:

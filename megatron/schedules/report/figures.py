@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import printable_name
+from megatron.schedules.utils.printable import amount, printable_name
 
 _EPSILON = 1e-9
 
@@ -128,11 +128,6 @@ def microbatches(held: float, microbatch_bytes: float = 0.0) -> str:
     """Writes memory with its unit: ``1 microbatch``, ``2.5 microbatches``, ``3 microbatches (1.50 GiB)``."""
     text = f"{number(held)} microbatch{'' if held == 1 else 'es'}"
     return f"{text} ({amount(held * microbatch_bytes)})" if microbatch_bytes else text
-
-
-def amount(number: float) -> str:
-    """Writes bytes in GiB or MiB."""
-    return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.2f} MiB"
 
 
 def ticks(until: float, fewest_apart: float) -> list[float]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron.schedules.report.figures import amount
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import amount, counted
 
 # Layers that offload a smaller part of their planned bytes are named. Estimates are closer than that. And how many
 # layers, or places, are named at most.

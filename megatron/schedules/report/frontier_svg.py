@@ -9,10 +9,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import Figures, amount, number, ticks, title
+from megatron.schedules.report.figures import Figures, number, ticks, title
 from megatron.schedules.report.palette import lines, markup, width
 from megatron.schedules.report.table import Row
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import amount
 
 _WIDTH = 960
 _LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, 482

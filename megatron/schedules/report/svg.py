@@ -11,7 +11,6 @@ from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
     above_itself,
-    amount,
     figures,
     microbatches,
     number,
@@ -23,7 +22,7 @@ from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import counted, percent
+from megatron.schedules.utils.printable import amount, counted, percent
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18

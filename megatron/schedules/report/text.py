@@ -13,7 +13,6 @@ from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
     above_itself,
-    amount,
     figures,
     microbatches,
     number,
@@ -25,7 +24,7 @@ from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import counted, percent, printable
+from megatron.schedules.utils.printable import amount, counted, percent, printable
 
 _BAR = 8  # columns of a memory bar
 _AMOUNT = 13  # columns of an amount in GiB

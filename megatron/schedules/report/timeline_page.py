@@ -11,14 +11,14 @@ from typing import Any
 
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import amount, figures, microbatches
+from megatron.schedules.report.figures import figures, microbatches
 from megatron.schedules.report.idle import Cause, Idle, Phase, gaps, idle
 from megatron.schedules.report.packed import TICKS, Packer, packed
 from megatron.schedules.report.palette import markup
 from megatron.schedules.report.views import View, extent
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import percent
+from megatron.schedules.utils.printable import amount, percent
 
 _ASSETS = files("megatron.schedules.report") / "page"
 _SCRIPTS = ("data.js", "paint.js", "words.js", "chart.js", "start.js")

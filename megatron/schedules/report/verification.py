@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from megatron.schedules.report.figures import amount
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import amount, counted
 
 # Differences are right up to this many times those of the reference from itself.
 _BEYOND_NOISE = 4.0

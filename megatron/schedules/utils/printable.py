@@ -37,6 +37,11 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def amount(number: float) -> str:
+    """Writes bytes in GiB or MiB."""
+    return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.2f} MiB"
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

@@ -29,7 +29,6 @@ from megatron.schedules.measure.iteration_summary import (
 )
 from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
 from megatron.schedules.programs.program import Program
-from megatron.schedules.report.figures import amount
 from megatron.schedules.report.first_iteration import Expected, Seen, lines
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.engine import Observer
@@ -37,6 +36,7 @@ from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.printable import amount
 
 _GIB = 2**30
 
