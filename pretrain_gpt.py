@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from megatron.schedules.integration.dry_run import dry_run_early
-from megatron.schedules.integration.flags.early import refuse_early
-from megatron.schedules.integration.flags.gpt_data import refuse_other_data
+from megatron.schedules.integration.flags.checks import refuse_early
+from megatron.schedules.integration.gpt_data import refuse_other_data
 
 if __name__ == "__main__":  # before the imports that take seconds
     job = refuse_early(sys.argv[1:])

@@ -15,8 +15,7 @@ import pytest
 
 import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
-from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
+from megatron.schedules.integration.flags.declared import settings_without_flags, stock_parser
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
 

@@ -33,8 +33,8 @@ from msgspec.structs import astuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.flags.declared import add_arguments
-from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.profile_facts import Facts

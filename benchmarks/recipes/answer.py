@@ -12,7 +12,7 @@ from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
-from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.memory_limit import RESERVED

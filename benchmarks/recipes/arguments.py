@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.estimate.megatron_flags import script_words
-from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
-from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.integration.flags.declared import FIELDS, add_arguments, layout_text
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
 from tools._parsing import Parser

@@ -59,8 +59,8 @@ def install(
             ``PIPELINE_MEMORY_LIMIT``.
     """
     arguments = dict(locals())
-    from megatron.schedules.integration.flags.early import refuse_early
-    from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
+    from megatron.schedules.integration.flags.checks import refuse_early
+    from megatron.schedules.integration.flags.declared import settings_without_flags
 
     if "megatron.core" not in sys.modules or "pipeline_schedule" in settings_without_flags(arguments):
         refuse_early(sys.argv[1:], arguments=arguments)

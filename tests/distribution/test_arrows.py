@@ -57,7 +57,7 @@ def test_the_contracts_are_kept(package: Path) -> None:
         ("programs/program.py", "from megatron.schedules.integration import hooks", "rooms import"),
         ("cli/commands.py", "from megatron.schedules.runtime import engine", "rooms import"),
         ("schedule/placement.py", "from megatron.schedules.schedule import simulator", "inside a room"),
-        ("integration/flags/environment.py", "from megatron.schedules.integration import hooks", "inside a room"),
+        ("integration/environment.py", "from megatron.schedules.integration import hooks", "inside a room"),
         ("../../benchmarks/saving_entry.py", "from benchmarks import saving", "inside a room"),
     ],
 )

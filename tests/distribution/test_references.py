@@ -111,3 +111,13 @@ def test_what_is_referred_to_is_there(module: str) -> None:
 )
 def test_a_reference_is_looked_up_from_its_module(role: str, reference: str, there: bool) -> None:
     assert resolves(role, reference, "megatron.schedules.schedule.kinds") is there
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module.startswith("tests.gpu")])
+def test_gpu_tests_import_what_exists(module: str):
+    """They run on few machines, so a name that has moved would be missed."""
+    imports = [node for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if node.level == 0 and (node.module or "").split(".")[0] in ("tests", "tools")]
+    ours += [node for node in imports if (node.module or "").startswith("megatron.schedules")]
+    wanted = {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
+    assert wanted <= {name for _, name in EVERYTHING}

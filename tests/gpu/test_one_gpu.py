@@ -226,8 +226,8 @@ def test_profile_of_a_job_is_what_independent_events_measure(
     jobs: Any, shows: Shows, setting: Setting, tmp_path: Path, schedule: str
 ):
     """Within 3 %, and no mark of the recorder waits for the device."""
-    from megatron.schedules.integration.flags.measuring import COSTS
-    from megatron.schedules.measure.cost_profile import read_profile
+    from megatron.schedules.job.measuring import COSTS
+    from megatron.schedules.measure.cost_file import read_profile
 
     name, _, copies = schedule.partition(" ")
     made = plan(Request(name, 2, 6))

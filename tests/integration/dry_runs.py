@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron.schedules.integration.dry_run import dry_run
-from megatron.schedules.integration.flags import check
-from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.machine import machine_of
-from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.integration.flags import checks
+from megatron.schedules.integration.flags.arguments import completed, spec_of
+from megatron.schedules.integration.flags.declared import stock_parser
+from megatron.schedules.integration.machine import machine_of
 from megatron.schedules.job.checks import check_model, validate
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan, plan_job
@@ -83,9 +83,9 @@ def ended(line: Sequence[str]) -> Ending:
 
 def job_of(args: Any) -> JobPlan:
     """Runs all checks of Megatron's arguments, which have a schedule, and plans the job in this process."""
-    spec = check.checked(args)
+    spec = checks.checked(args)
     assert spec is not None
-    return check.planned(spec)
+    return checks.planned(spec)
 
 
 def planned(line: Sequence[str]) -> JobPlan:

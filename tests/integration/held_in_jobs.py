@@ -12,7 +12,7 @@ from megatron.training import arguments, training
 
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.flags.reader import completed
+from megatron.schedules.integration.flags.arguments import completed
 from megatron.schedules.integration.linears.products import memory_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.job_costs import costs_of

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.schedules.cli.commands import main
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.declared import stock_parser
 from megatron.schedules.job.plan_summary import summary
 from tests.integration.dry_runs import job_of
 

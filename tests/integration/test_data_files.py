@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.integration.flags.gpt_data import refuse_other_data, sequences_per_dataset
+from megatron.schedules.integration.gpt_data import refuse_other_data, sequences_per_dataset
 
 FLAG = "--per-dataset-sequences-path"
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.flags.environment import is_first
+from megatron.schedules.integration.environment import assumed_gpus, is_first
 from tests.integration.results import MODEL, UNTIED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.flags.environment import check_environment
+from megatron.schedules.integration.environment import assumed_gpus, check_environment
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
 

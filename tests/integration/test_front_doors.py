@@ -12,7 +12,7 @@ import pytest
 
 import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
-from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.declared import stock_parser
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.schedule.text_forms import from_csv, to_csv

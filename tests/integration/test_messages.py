@@ -29,7 +29,7 @@ def test_timeouts_are_those_of_the_job(megatron: Megatron, schedule: str) -> Non
 
 
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Any = None, **args: Any) -> Any:
-    from megatron.schedules.integration.flags.run_flags import group_flags
+    from megatron.schedules.integration.flags.arguments import group_flags
     from megatron.schedules.integration.messages import nccl_options
 
     monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, add_stock_arguments
+from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
 from megatron.schedules.job.plan_job import JobPlan, auto_choices
 from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec, Settings
@@ -61,9 +60,7 @@ def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(mor
     """Of Llama-3-8B, planned by the flags alone: on a rank of some plans there are more messages than were expected."""
     limit = 40 if not more else 20
     flags = f"{LLAMA} --pipeline-memory-limit {limit}GiB {more}"
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_stock_arguments(parser)
-    args = add_arguments(parser).parse_args(flags.split())
+    args = stock_parser().parse_args(flags.split())
     args.world_size = args.pipeline_model_parallel_size
     asked = job_of(args)
     ranks = asked.memory

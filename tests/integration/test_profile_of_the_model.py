@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
-from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.integration.flags.arguments import completed, spec_of
+from megatron.schedules.integration.flags.declared import stock_parser
 from megatron.schedules.job.checks import check_model
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.measuring import Measured as MeasuredIterations
@@ -37,10 +36,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     stages = (StageProfile(4, TIMES, held=1000.0, sizes=dict.fromkeys(SEEN_BY, 0.0) | {Share.WEIGHTS: 500.0}),) * 2
     made = JobProfile(measured._replace(**facts), "1f1b", sequential(2), 4, (3, 4), 1, stages)
     path.write_text(to_text(made))
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    add_stock_arguments(parser)
-    args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
+    args, _ = stock_parser().parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
     args.world_size = 2
     spec = completed(spec_of(args), args)
     check_model(spec)

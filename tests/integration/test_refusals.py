@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from megatron.schedules.integration.flags.declared import OURS, STOCK, add_stock_arguments
-from megatron.schedules.integration.flags.early import LIKE, refuse_early
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.integration.flags.checks import LIKE, refuse_early
+from megatron.schedules.integration.flags.declared import OURS, STOCK
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
@@ -583,8 +584,8 @@ NEED_MEGATRON = {
 EARLY = """
 import contextlib, io, json, os, sys
 sys.path.insert(0, os.getcwd())
-from megatron.schedules.integration.flags.early import refuse_early
-from megatron.schedules.integration.flags.gpt_data import refuse_other_data
+from megatron.schedules.integration.flags.checks import refuse_early
+from megatron.schedules.integration.gpt_data import refuse_other_data
 os.environ |= {"RANK": "0", "WORLD_SIZE": "4"}
 said = {}
 for what, flags in json.load(sys.stdin).items():
@@ -632,7 +633,7 @@ def test_none_of_megatrons_flags_is_taken_for_a_misspelt_one_of_ours(megatron):
 
 def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):
     parser = argparse.ArgumentParser(add_help=False)
-    add_stock_arguments(parser)
+    megatron_flags.declare(parser, STOCK, megatron_flags.NAMED_OTHERWISE)
     assert {flag: how for flag, how in megatron("stock_flags").items() if flag in STOCK} == flags_of(parser)
 
 

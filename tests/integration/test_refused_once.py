@@ -17,7 +17,7 @@ LINE = "rank.py: error: no such schedule\n"
 RANK = """
 import sys, time
 sys.argv[0] = "rank.py"
-from megatron.schedules.integration.flags import refuse
+from megatron.schedules.integration import refuse
 refuse._PATIENCE = float(sys.argv[3])
 time.sleep(float(sys.argv[1]))
 if sys.argv[2] == "refuse":

@@ -382,7 +382,7 @@ def what_cannot_be_split_is_refused() -> None:
 
     from megatron.schedules.estimate.parallel_sizes import Sizes
     from megatron.schedules.integration.flags.declared import FLAGS
-    from megatron.schedules.integration.flags.machine import machine_of
+    from megatron.schedules.integration.machine import machine_of
     from megatron.schedules.job.rules import refusal
     from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
     from megatron.schedules.job.values import ScheduleChoice

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.switched_off import switched_off
+from megatron.schedules.job.plan_summary import switched_off
 from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.declared import FLAGS, add_stock_arguments
+from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
 from megatron.schedules.integration.layers import model_shape
 from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import JobSpec, Settings
@@ -22,9 +22,7 @@ SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
 
 
 def parsed(flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_stock_arguments(parser)
-    return parser.parse_args([*SHAPE.split(), *flags.split()])
+    return stock_parser().parse_args([*SHAPE.split(), *flags.split()])
 
 
 def vocabulary(args: Any) -> int:

@@ -31,8 +31,8 @@ def command_line() -> Program:
 
 def before_megatron() -> Program:
     """The checks that ``pretrain_gpt.py`` makes before it imports Megatron."""
-    from megatron.schedules.integration.flags.early import refuse_early
-    from megatron.schedules.integration.flags.gpt_data import refuse_other_data
+    from megatron.schedules.integration.flags.checks import refuse_early
+    from megatron.schedules.integration.gpt_data import refuse_other_data
 
     def call(arguments: list[str]) -> None:
         sys.argv = ["pretrain_gpt.py", *arguments]

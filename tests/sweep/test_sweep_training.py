@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.integration.flags.declared import STOCK, add_arguments
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from tests.integration.results import MODEL, UNTIED
 from tests.sweep import files
@@ -65,7 +66,7 @@ def ours() -> list[Flag]:
 
 def stock() -> list[Flag]:
     parser = argparse.ArgumentParser(add_help=False)
-    add_stock_arguments(parser)
+    megatron_flags.declare(parser, STOCK, megatron_flags.NAMED_OTHERWISE)
     return of_argparse(parser)
 
 

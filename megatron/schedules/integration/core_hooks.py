@@ -28,12 +28,12 @@ from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.expert_messages import ExpertMessages, HybridBuffer, reset_stocks_own
+from megatron.schedules.integration.flags.configuration import HIDES_MESSAGES
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.live import HIDES_MESSAGES
-from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 
 

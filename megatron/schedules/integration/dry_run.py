@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.check import made, planned
+from megatron.schedules.integration.environment import ONE_REPLICA, assumed_gpus
+from megatron.schedules.integration.flags.checks import made, planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plan_summary import summary
@@ -70,6 +70,8 @@ def _heading(sizes: Sizes, source: str) -> str:
     parts = {"tensor": sizes.tensor, "context": sizes.context, "expert": sizes.expert, "pipeline": sizes.pipeline}
     parts["data"] = sizes.world // sizes.of_replica
     said = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+    if source == ONE_REPLICA:
+        source = f"{source}; {FLAGS['dry_run']} GPUS says another number"
     return f"dry run, nothing is started: {sizes.world} GPUs ({source}), parallel: {said}"
 
 

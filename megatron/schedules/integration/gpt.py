@@ -27,9 +27,9 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.flags.gpt_data import masks_documents, packs, sequences_per_dataset
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.gpt_data import masks_documents, packs, sequences_per_dataset
 from megatron.schedules.integration.gpu_libraries import te_missing
+from megatron.schedules.integration.refuse import refuse
 
 # Dataset settings that differ in name from their Megatron flag.
 _FLAG_OF = {

@@ -26,14 +26,13 @@ from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.expert_messages import reset_stocks_own
-from megatron.schedules.integration.flags.check import checked, planned
+from megatron.schedules.integration.flags.checks import checked, planned, refuse_early
 from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
-from megatron.schedules.integration.flags.early import refuse_early
-from megatron.schedules.integration.flags.gpt_data import masks_documents
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.gpt_data import masks_documents
 from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 from megatron.schedules.integration.vocabulary.parts import share_vocabulary
 from megatron.schedules.planner.layer_partition import as_layout

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.schedules.integration.flags.run_flags import RunFlags
+from megatron.schedules.integration.flags.arguments import RunFlags
 from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
 from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler

@@ -16,12 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules.integration.background_plans import BackgroundPlans
-from megatron.schedules.integration.flags.check import checked
+from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
+from megatron.schedules.integration.flags.configuration import loop_job
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.live import live_args
-from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.run_flags import run_flags
-from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, RunningJob, first_measurement
 from megatron.schedules.integration.layers import tied
@@ -31,12 +28,13 @@ from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_checks import refuse_unfit
 from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import Measured, measured_iterations
 from megatron.schedules.job.plan_job import JobPlan
-from megatron.schedules.job.plan_summary import summary
+from megatron.schedules.job.plan_summary import summary, switched_off
 from megatron.schedules.job.spec import JobSpec, StockLayers
 from megatron.schedules.job.stage_layers import layers_by_stage, letters_by_stage
 from megatron.schedules.job.values import layers_choice, schedule_choice
@@ -55,7 +53,7 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
     if session.plan is not None and session.planner is not None:
         if session.job is None:
             refuse_unfit(listed(call["model"]), session.plan.spec.settings.schedule)
-            session.job = _begun(session, session.plan, session.planner, session.args, session.iteration)
+            session.job = _begun(session, session.plan, session.planner, run_flags(session.args), session.iteration)
         return session.job.function
     chunks = listed(call["model"])
     if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
@@ -123,23 +121,21 @@ class LoopJob:
         _refuse_other_groups(call)
         asked = schedule_choice(FLAGS["schedule"], session.settings["pipeline_schedule"])
         refuse_unfit(chunks, asked, session.current_placement)
-        args = live_args(session.settings, chunks, call)
-        spec = checked(args, is_built=True)
-        assert spec is not None, "a schedule is given"
+        spec, flags = loop_job(session.settings, chunks, call)
         job = session.plans.job(spec)
         placement = job.schedule.placement
         if placement.chunks != len(chunks):
             refuse(
-                f"--pipeline-schedule {args.pipeline_schedule} has {counted(placement.chunks, 'model chunk')} a "
+                f"--pipeline-schedule {spec.settings.schedule.text} has {counted(placement.chunks, 'model chunk')} a "
                 f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
             )
         copies = tied.copies(chunks)
         if copies is not None and not torch.equal(*copies):
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
-        if job.spec.recompute.granularity is None and args.recompute_granularity is not None:
+        if job.spec.recompute.granularity is None and spec.recompute.granularity is not None:
             _leave_out_recompute(chunks)
         session.planner = session.plans.planner(job)
-        self._job = _begun(session, job, session.planner, args, lambda: self._done + 1)
+        self._job = _begun(session, job, session.planner, flags, lambda: self._done + 1)
 
     def __call__(self, **call: Any) -> list[Any]:
         """Runs one call; arguments and results as in stock."""
@@ -148,9 +144,11 @@ class LoopJob:
         return results
 
 
-def _begun(session: Session, job: JobPlan, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
+def _begun(
+    session: Session, job: JobPlan, planner: Planner, flags: RunFlags, iteration: Callable[[], int]
+) -> RunningJob:
     """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
-    spec, settings, flags = job.spec, job.spec.settings, run_flags(args)
+    spec, settings = job.spec, job.spec.settings
     off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
     if dist.get_rank() == 0:  # it plans schedules by name, to compare with
         print_rank_0("\n".join([summary(job), found(), *off]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.schedules.integration.flags.run_flags import GroupFlags
+from megatron.schedules.integration.flags.arguments import GroupFlags
 from megatron.schedules.programs.program import channels_of
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.planner import Planner

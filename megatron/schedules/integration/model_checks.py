@@ -17,9 +17,9 @@ from megatron.core.distributed import DistributedDataParallel, TorchFullySharded
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.gradient_reduction import reduced
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import NAMES, splits
 from megatron.schedules.schedule.placement import Placement

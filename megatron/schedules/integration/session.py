@@ -15,11 +15,10 @@ from megatron.core import parallel_state
 from torch.nn import Module
 
 from megatron.schedules.integration.expert_messages import ExpertMessages
-from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
+from megatron.schedules.integration.flags.declared import FLAGS, settings_without_flags
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import RunningJob
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.shared_plan import SharedPlans
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.values import schedule_choice

@@ -11,8 +11,8 @@ from itertools import count
 
 import torch.distributed as dist
 
-from megatron.schedules.integration.flags.check import made, refusing
-from megatron.schedules.integration.flags.machine import machine_of
+from megatron.schedules.integration.flags.checks import made, refusing
+from megatron.schedules.integration.machine import machine_of
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plan_text import from_text, to_text
 from megatron.schedules.job.spec import JobSpec

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.nn import Module
 
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.runtime.control_messages import of_all_ranks
 
 _MASK, _PADDING, _PACKED = "attention_mask", "padding_mask", "packed_seq_params"

@@ -1,10 +1,12 @@
-"""A job's plan in a few lines of its log."""
+"""A job's plan in a few lines of its log, and what of Megatron's is off under it."""
 
 from __future__ import annotations
 
 from megatron.schedules.job.plan_job import JobPlan
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.printable import amount, counted
 
 
@@ -30,6 +32,26 @@ def summary(job: JobPlan) -> str:
             f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
         ]
     return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:
+    """Returns a sentence for each setting that is given and off. ``integration.linears`` switches them off.
+
+    Args:
+        spec: the job.
+        schedule: its plan.
+    """
+    given, lines = spec.stock.given, []
+    if "tp_comm_overlap" in given and schedule.splits and spec.stock.transformer_impl != "local":
+        lines.append(
+            "--tp-comm-overlap: tp_comm_bulk_dgrad and tp_comm_bulk_wgrad are off, because they need the weight "
+            "gradient right after the input gradient; these two messages are sent as without the flag"
+        )
+    if "defer_embedding_wgrad_compute" in given:
+        lines.append(
+            "--defer-embedding-wgrad-compute is off: the output layer's weight gradient is computed with its input's"
+        )
+    return lines
 
 
 def _limit(request: Request) -> str:

@@ -1,11 +1,16 @@
-"""Our flags as added to Megatron's parser, and the Megatron flags that our checks read."""
+"""Our flags as added to Megatron's parser, the Megatron flags that our checks read, and settings without flags."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.flags import SHARED, STALL_VARIABLE, TRAINING, flags_of
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
 
@@ -141,6 +146,65 @@ STOCK: megatron_flags.Flags = {
 }
 
 
-def add_stock_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of :data:`STOCK` to a parser that runs before Megatron's own parser can be made."""
+def stock_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Returns a parser of our flags and of :data:`STOCK`, for use before Megatron's own parser can be made.
+
+    Args:
+        parser: an empty parser to add them to.
+    """
+    parser = parser or argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     megatron_flags.declare(parser, STOCK, megatron_flags.NAMED_OTHERWISE)
+    return add_arguments(parser)
+
+
+# Arguments whose field in the configuration has another name.
+FIELDS = {
+    "bias_swiglu_fusion": "bias_activation_fusion",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "fp4_param_gather": "fp4_param",
+    "fp8_param_gather": "fp8_param",
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "te_rng_tracker": "use_te_rng_tracker",
+}
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def layout_text(stages: Iterable[Iterable[Any]]) -> str:
+    """Writes a layout as ``--pipeline-model-parallel-layout`` does.
+
+    Args:
+        stages: for each stage its layers: members of Megatron's ``LayerType``, or their names.
+    """
+    return "|".join("".join(_LETTERS[str(getattr(layer, "name", layer))] for layer in stage) for stage in stages)
+
+
+_SWITCH = {"1": True, "0": False}
+# A dry run reads Megatron's flags, so it is asked for by one too.
+_BY_FLAG_ONLY = ("help", "pipeline_dry_run")
+
+
+def settings_without_flags(arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns these settings, by the attribute of their flag in Megatron's arguments.
+
+    The variable of ``--pipeline-memory-limit`` is ``$PIPELINE_MEMORY_LIMIT``. An empty variable counts as unset, and a
+    switch takes 1 or 0; with another value the process exits with status 2. Arguments go before variables.
+
+    Args:
+        arguments: arguments of ``install()``, by name.
+    """
+    found: dict[str, Any] = {}
+    for action in add_arguments(argparse.ArgumentParser())._actions:
+        name = action.dest
+        if name in _BY_FLAG_ONLY:
+            continue
+        argument, variable = arguments.get(name.removeprefix("pipeline_")), name.upper()
+        text, is_switch = os.environ.get(variable), action.nargs == 0
+        if argument not in (None, False):
+            found[name] = True if is_switch else str(argument)
+        elif text and is_switch and text not in _SWITCH:
+            refuse(f"${variable} must be 1 or 0, not {text!r}")
+        elif text:
+            found[name] = _SWITCH[text] if is_switch else text
+    return found

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.schedules.integration.flags.environment import is_first
+from megatron.schedules.integration.environment import is_first
 from megatron.schedules.utils.errors import one_line
 
 # Seconds to wait for a lower rank to print the reason. On a busy machine, import times differ by seconds.

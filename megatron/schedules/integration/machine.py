@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.integration.flags.environment import whole_variable
+from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.spec import JobSpec

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Index, decode, read_file
 

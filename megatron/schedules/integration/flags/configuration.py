@@ -1,10 +1,10 @@
-"""Megatron's arguments for a loop that has none: read from its model, its process groups and its first call."""
+"""Reads the job of a loop without Megatron-LM's arguments: from its model, its process groups and its first call."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.expert_messages import STOCKS_OWN
-from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
-from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
+from megatron.schedules.integration.flags.checks import checked
+from megatron.schedules.integration.flags.declared import FIELDS, FLAGS, layout_text, stock_parser
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.refuse import refuse
+from megatron.schedules.job.spec import JobSpec
 
 # Attribute of a configuration that asked stock to hide experts' messages, which the schedule then does.
 HIDES_MESSAGES = "pipeline_schedule_hides_messages"
@@ -31,50 +32,60 @@ _USUAL_LENGTH = 4096
 _ENDLESS = 10**12
 
 
-def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> Namespace:
-    """Returns the arguments with which Megatron-LM would train this model. Collective over all ranks.
+def loop_job(
+    settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]
+) -> tuple[JobSpec, RunFlags]:
+    """Returns the job that trains this model, checked, and what its training reads. Collective over all ranks.
 
-    All ranks get the arguments of the rank with most microbatches, so that their plans are equal.
+    All ranks get the job of the rank with most microbatches, so that their plans are equal.
 
     Args:
         settings: our settings, by the attribute of their flag.
         chunks: the model's chunks on this rank.
         call: arguments of the first call of the schedule function.
     """
-    args = stock_parser().parse_args([])
     config = get_model_config(chunks[0])
-    for name in (*vars(args), *_MORE):
-        value = getattr(config, FIELDS.get(name, name), None)
-        if value is not None:
-            setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
-    vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
-    vars(args).update(settings)
-    _refuse_what_comes_too_late(args, placed=isinstance(config.pipeline_model_parallel_layout, PlacedLayout))
-    args.overlap_moe_expert_parallel_comm = getattr(config, HIDES_MESSAGES, False)
-    if args.pipeline_schedule in _ANY_CHUNKS:
-        args.pipeline_schedule += f":{len(chunks)}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, vars(args))
-    return Namespace(**max(found, key=lambda each: each["global_batch_size"]))
+    _refuse_what_comes_too_late(settings, config)
+    defaults = vars(stock_parser().parse_args([]))
+    values = defaults | _of_fields(config, defaults) | _sizes(call, config) | _model(chunks, config)
+    values |= {**_optimizer(chunks[0]), **_run(), **settings}
+    values["pipeline_layers"] = "even"  # the layout says where layers were placed
+    values["overlap_moe_expert_parallel_comm"] = getattr(config, HIDES_MESSAGES, False)
+    if values["pipeline_schedule"] in _ANY_CHUNKS:
+        values["pipeline_schedule"] += f":{len(chunks)}"
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, values)
+    most = SimpleNamespace(**max(of_ranks, key=lambda rank: rank["global_batch_size"]))
+    spec = checked(most, is_built=True)
+    assert spec is not None, "a schedule is given"
+    return spec, run_flags(most)
 
 
-def _refuse_what_comes_too_late(args: Namespace, *, placed: bool) -> None:
-    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader.
+def _of_fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """What a configuration has of the settings of these names, by the attribute of Megatron-LM's flag."""
+    fields = {name: getattr(config, FIELDS.get(name, name), None) for name in (*names, *_MORE)}
+    return {
+        name: value.value if isinstance(value, Enum) and name not in _MORE else value
+        for name, value in fields.items()
+        if value is not None
+    }
 
-    Args:
-        args: arguments of the job.
-        placed: whether the layers were placed for the schedule when the model was configured.
-    """
-    late = {"shared_vocabulary": args.pipeline_vocabulary_parallel, "plan_lengths": args.pipeline_plan_lengths}
-    late["layers"] = args.pipeline_layers == "auto"
+
+def _refuse_what_comes_too_late(settings: Mapping[str, Any], config: Any) -> None:
+    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader."""
+    layers = settings.get("pipeline_layers")
+    late = {
+        "shared_vocabulary": settings.get("pipeline_vocabulary_parallel"),
+        "plan_lengths": settings.get("pipeline_plan_lengths"),
+        "layers": layers == "auto",
+    }
     for part, is_given in late.items():
         if is_given:
             refuse(f"{FLAGS[part]} works in Megatron-LM's own training loop only: leave it out (docs/loops.md)")
-    if args.pipeline_layers not in (None, "even") and not placed:
-        refuse(f"{FLAGS['layers']} {args.pipeline_layers} needs a schedule such as v-half in this loop: leave it out")
-    args.pipeline_layers = "even"  # the layout says where layers were placed
+    if layers not in (None, "even") and not isinstance(config.pipeline_model_parallel_layout, PlacedLayout):
+        refuse(f"{FLAGS['layers']} {layers} needs a schedule such as v-half in this loop: leave it out")
     for field in STOCKS_OWN:
-        if getattr(args, field, False):
+        if getattr(config, field, False):
             refuse(f"{field} was set after the configuration was made, when layers may be built for it: set it before")
 
 
@@ -139,7 +150,7 @@ def _optimizer(chunk: Any) -> dict[str, Any]:
 
 
 def _run() -> dict[str, Any]:
-    """What a job reads when its training begins, see :mod:`.run_flags`."""
+    """What a job reads when its training begins, see :class:`.RunFlags`."""
     return {
         "distributed_timeout_minutes": dist.default_pg_timeout.total_seconds() / 60,
         "exit_interval": None,
