@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.parts import Claim, Part, Row, Say, markdown_table, span, verdict
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, SAVING, Estimate, Method, Setting, estimate
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
 from tools._grid import Question
+from tools._iteration import ADAPTIVE, METHODS, SAVING, Estimate, Method, Setting, estimate
 from tools.grid_search import search_all
 
 _DEVICE = DEVICES["A100-80GB"]

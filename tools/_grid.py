@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.iteration import (
-    RESERVED,
+from megatron.schedules.estimate.device_memory import RankMemory, usable
+from megatron.schedules.estimate.models import Model
+from megatron.schedules.estimate.roofline import Device
+from megatron.schedules.estimate.times import ONES, PassTimes
+from megatron.schedules.utils.errors import PlanError
+from tools._iteration import (
     Estimate,
     Method,
     Setting,
@@ -22,10 +25,6 @@ from megatron.schedules.estimate.iteration import (
     least_seconds,
     mfu,
 )
-from megatron.schedules.estimate.models import Model
-from megatron.schedules.estimate.roofline import Device
-from megatron.schedules.estimate.times import ONES, PassTimes
-from megatron.schedules.utils.errors import PlanError
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16
@@ -95,8 +94,8 @@ class Short(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes on the fullest GPU, :data:`.iteration.RESERVED` included."""
-        return RESERVED + self.held.device
+        """Bytes on the fullest GPU."""
+        return self.held.device
 
 
 @dataclass
@@ -154,7 +153,7 @@ def _short(question: Question, found: Found) -> Short | None:
             return None
         setting, rank, held = min(every, key=lambda each: each[2].device)
         short = Short(setting, rank, held, planned=False)
-    room = question.device.memory - RESERVED
+    room = usable(question.device.memory)
     for times in _MORE_GPUS:
         larger = replace(question, gpus=times * question.gpus)
         if any(least_memory(setting)[1].device <= room for setting in larger.settings(found.method)):

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.schedules.estimate.iteration import Setting
 from megatron.schedules.estimate.models import Model
+from tools._iteration import Setting
 from tools.collect_sweep import Outcome, read_outcome
 
 _ROOT = Path(__file__).resolve().parents[1]

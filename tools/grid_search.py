@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RESERVED, SAVING, Estimate
+from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES
@@ -33,6 +33,7 @@ from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import objection
 from tools._grid import Found, Question, Short, fastest, search
+from tools._iteration import ADAPTIVE, METHODS, SAVING, Estimate
 from tools._run_settings import gpus_here, run_setting
 
 # All divisors of the GPUs are tried, and plans made for up to so many microbatches. More is a typing error.
@@ -179,7 +180,7 @@ def _rows(answer: Answer) -> list[list[str]]:
 
 def _why(answer: Answer) -> Iterator[str]:
     """Says for each method that does not fit which memory is too large, and what would help."""
-    room = answer.question.device.memory - RESERVED
+    room = usable(answer.question.device.memory)
     fitting = [found.method.name for found in answer.found if found.best]
     for found in answer.found:
         name, short = found.method.name, found.short

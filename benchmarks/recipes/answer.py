@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
@@ -274,7 +274,8 @@ def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
     """Figures of a planned job, with eight messages on each rank."""
     timeline = job.plan.timeline
     assert job.spec.trained is not None, "the model is known"
-    worst = max(rank_memory(job.spec.trained, job.schedule, timeline.costs, job.request), key=lambda rank: rank.device)
+    ranks = rank_memory(job.spec.trained, job.schedule, timeline.costs, job.request.costs, job.layers)
+    worst = max(ranks, key=lambda rank: rank.device)
     chosen = job.schedule.name if job.spec.settings.schedule.name == AUTO else job.spec.settings.schedule.text
     return Planned(
         chosen,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from benchmarks.recipes.answer import SEARCH_SECONDS, Answer, Planned
-from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.report.table import markdown
 
 _FAMILIES = {

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.recipes.__main__ import as_json, main, read
 from benchmarks.recipes.page import as_page
 from megatron.schedules.cli.ending import run
-from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.estimate.device_memory import RESERVED
 
 ROOT = Path(__file__).parents[2]
 JSON, PAGE = ROOT / "docs" / "recipes.json", ROOT / "docs" / "recipes.md"

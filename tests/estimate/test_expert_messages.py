@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.build import Kind
-from megatron.schedules.estimate.iteration import METHODS, Setting, estimate
 from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import DEVICES, Roofline
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
 from megatron.schedules.estimate.work import layer_work
 from tools._grid import Question, search
+from tools._iteration import METHODS, Setting, estimate
 
 H100 = DEVICES["H100-80GB"]
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

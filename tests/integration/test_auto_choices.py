@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.device_memory import RESERVED, Numbers
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
@@ -16,7 +16,6 @@ from megatron.schedules.job import plan_job as planning
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.plan_job import JobPlan, auto_choices, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import ScheduleChoice

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from megatron.schedules.job.memory_limit import RESERVED
+from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import Settings
 from megatron.schedules.utils.errors import PlanError

@@ -86,7 +86,7 @@ def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any, ea
     assert first is not None and found is not None
     assert float(first[1]) < 0.6 < float(found[1])
     # Of 1F1B's two microbatches, up to the digits that are said.
-    assert float(found[1]) * 2 * float(found[2]) * 2**20 == pytest.approx(0.95 * 300_000, rel=0.05)
+    assert float(found[1]) * 2 * float(found[2]) * 2**20 == pytest.approx(0.9 * 300_000, rel=0.05)
     assert replanned.startswith("replanned: iteration ")
     assert f"within {found[1]} of 1F1B's memory" in replanned
     assert switches(ranks, 9) == {(5,)}

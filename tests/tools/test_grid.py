@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.iteration import METHODS, Method, estimate
+from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.models import gpt
 from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools._grid import Question, fastest, search
+from tools._iteration import METHODS, Method, estimate
 
 SMALL = gpt("small", layers=6, heads=16, hidden=4096, sequence=2048)
 # So little memory that not every setting fits.
-DEVICE = replace(DEVICES["A100-80GB"], memory=9 * GIB)
+DEVICE = replace(DEVICES["A100-80GB"], memory=5 * GIB / (1 - RESERVED))
 QUESTION = Question(SMALL, DEVICE, 8, 16)
 
 
@@ -34,10 +35,10 @@ def test_settings_use_all_gpus_once_and_divide_the_batch():
 
 def test_where_nothing_fits_it_says_what_the_least_would_take():
     least = min(estimate(setting).memory for setting in QUESTION.settings(METHODS[0]))
-    found = search(replace(QUESTION, device=replace(DEVICE, memory=least - GIB / 8)), METHODS[0])
+    found = search(replace(QUESTION, device=replace(DEVICE, memory=(least - GIB / 8) / (1 - RESERVED))), METHODS[0])
     assert found.best == [] and found.short is not None
     assert (found.short.memory, found.short.planned) == (least, True)
-    nothing = search(replace(QUESTION, device=replace(DEVICE, memory=4 * GIB)), METHODS[0])
+    nothing = search(replace(QUESTION, device=replace(DEVICE, memory=0.0)), METHODS[0])
     assert (nothing.best, nothing.tried) == ([], 0)
     assert nothing.short is not None and not nothing.short.planned
     # One microbatch is less than a plan holds, and with more GPUs it is the messages that stay.

@@ -12,11 +12,11 @@ import pytest
 
 from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.iteration import METHODS, SAVING, Estimate, Method, Setting
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools import _run_settings, grid_search
 from tools._grid import Found, Question
+from tools._iteration import METHODS, SAVING, Estimate, Method, Setting
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_told_with_the_part_that_is_too_large_and_what_woul
     text = said(capsys, *SMALL, "--method", "1F1B-R", "--memory", "16", "--sequence-length", "8192")
     (line,) = [line for line in text.splitlines() if line.startswith("1F1B: ")]
     assert re.search(
-        r"needs least with DP \d, TP \d, PP \d, micro batch 1; there rank \d holds (at least )?[\d.]+ GiB of 12.0 GiB "
+        r"needs least with DP \d, TP \d, PP \d, micro batch 1; there rank \d holds (at least )?[\d.]+ GiB of 14.4 GiB "
         r"\(weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, activations [\d.]+, messages [\d.]+\), most of it "
         r"\w+; (16|32|64|128) GPUs may do",
         line,

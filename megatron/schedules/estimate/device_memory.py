@@ -19,6 +19,8 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import whole_peaks
 from megatron.schedules.schedule.stage_costs import StageCosts
 
+# Fraction of a device that no plan uses: for the CUDA context, buffers of NCCL and cuBLAS, and fragmentation.
+RESERVED = 0.1
 # Modules that Megatron can recompute separately, and their parts of a layer.
 _MODULES: Mapping[str, tuple[str, ...]] = {"moe": ("router", "moe_act", "moe", "shared_experts")}
 
@@ -118,6 +120,11 @@ def model_memory(
         recomputed_layers=recompute.layers,
         together=recompute.together,
     )
+
+
+def usable(device: float) -> float:
+    """Returns what a plan may use of a device with this many bytes."""
+    return (1 - RESERVED) * device
 
 
 class RankMemory(NamedTuple):

@@ -11,7 +11,6 @@ from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.estimate.work import Work, layer_work
 from megatron.schedules.measure.job_profile import JobProfile
-from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -113,7 +112,8 @@ def rank_memory(
     model: TrainedModel,
     schedule: Schedule,
     on_stages: StageCosts,
-    request: Request,
+    costs: Costs,
+    layers: tuple[int, ...],
     messages: Sequence[float] | None = None,
 ) -> tuple[RankMemory, ...]:
     """Memory of each rank of ``schedule``.
@@ -121,13 +121,12 @@ def rank_memory(
     Args:
         model: the model as trained.
         schedule, on_stages: the plan and its costs.
-        request: request of the plan; its costs include the model's memory.
+        costs: costs that the schedule was planned for, with the model's memory.
+        layers: decoder layers of each stage.
         messages: peak number of messages on each rank; defaults to :data:`MESSAGES`.
     """
-    costs, placement = request.costs, schedule.placement
-    counts = request.layers_on(placement)
-    assert costs.memory is not None and counts is not None, "the model is known"
-    sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
+    assert costs.memory is not None, "the model is known"
+    sizes = parameters(model.build).by_stage(layers, schedule.placement.rank_of, costs.shared_vocabulary)
     waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
     return memory(schedule, on_stages, costs.memory.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 

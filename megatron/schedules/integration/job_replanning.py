@@ -24,7 +24,7 @@ from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_links
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.replanning import with_room_for
-from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.request import Request, of_1f1b
 from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.replanner import Replanner
@@ -138,7 +138,7 @@ class JobReplan:
         each = request.costs.memory.of_rank(request.ranks)
         peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
-        limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
+        limit, tightest = reduced([of_1f1b(peak * each + left, request.ranks, each), left], dist.ReduceOp.MIN)
         rounded = math.floor(1e3 * limit) / 1e3  # down, so that the printed limit is the exact one
         found = min(max(rounded, least_limit(request)), request.microbatches / request.ranks)
         _say(

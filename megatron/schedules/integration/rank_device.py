@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.control_messages import of_all_ranks
@@ -18,8 +19,6 @@ from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
 STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
-# Fraction of the device for temporary tensors and fragmentation.
-_MARGIN = 0.05
 
 
 class PeakReport:
@@ -107,10 +106,10 @@ def bytes_left(activations: float) -> float:
             memory for activations is then $MEGATRON_SCHEDULES_STANDIN_BYTES.
     """
     if standin.enabled():
-        return (1 - _MARGIN) * standin_bytes() - activations
+        return usable(standin_bytes()) - activations
     free, total = torch.cuda.mem_get_info()
     unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # reserved once, freed since
-    return float(free + unused - _MARGIN * total)
+    return float(free + unused - (total - usable(total)))
 
 
 def device_bytes() -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.device_memory import RankMemory, usable
 from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.job.job_costs import rank_bytes, unknown_bytes
@@ -13,11 +13,9 @@ from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import AUTO
-from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.request import Request, of_1f1b
 from megatron.schedules.utils.errors import PlanError
 
-# Fraction of a device reserved for the CUDA context, NCCL's buffers, cuBLAS's workspace, and fragmentation.
-RESERVED = 0.1
 # Fraction of 1F1B's memory that V-Min uses: the smallest that keeps ranks busy.
 _BEGINNING = 1 / 3
 
@@ -49,17 +47,16 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
     held, memory = rank_bytes(spec, request.costs), request.costs.memory
     if held is None:
         raise unknown_bytes(spec, f"{named} {limit.text}", "a fraction such as 0.5")
-    of_1f1b = request.ranks * held
     passing = 0.0 if memory is None else memory.most_passing
     set_aside = passing + (0.0 if spec.trained is None else messages * spec.trained.message_bytes)
-    fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request)
+    fraction, least = of_1f1b(limit.size - set_aside, request.ranks, held), least_limit(request)
     if fraction < least:
-        smallest = _rounded_up((least * of_1f1b + set_aside) / 2**30)
+        smallest = _rounded_up((least * request.ranks * held + set_aside) / 2**30)
         raise PlanError(
             f"{named} {limit.text} is too small for this model on {request.ranks} ranks: {smallest:g}GiB is the "
             "smallest that works"
         )
-    return replace(request, memory_limit=fraction, recompute_room=passing / of_1f1b)
+    return replace(request, memory_limit=fraction, recompute_room=of_1f1b(passing, request.ranks, held))
 
 
 def device_limit(model: TrainedModel, request: Request, device: float) -> MemoryLimit:
@@ -70,7 +67,7 @@ def device_limit(model: TrainedModel, request: Request, device: float) -> Memory
         request: its request, whose costs count the memory of parameters above the average.
         device: memory of a device, bytes.
     """
-    left = (1 - RESERVED) * device - _static_bytes(model, request)
+    left = usable(device) - _static_bytes(model, request)
     return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 

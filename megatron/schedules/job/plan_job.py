@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.device_memory import RankMemory, usable
 from megatron.schedules.estimate.model_build import MESSAGES, StockRecompute, rank_memory
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
 from megatron.schedules.job.machine import ANY, Machine
-from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.rules import refusal, unsplittable
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage
@@ -81,7 +80,7 @@ class JobPlan:
         counts = request.layers_on(self.schedule.placement)
         if model is None or counts is None or request.costs.memory is None or (custom and custom.of_memory):
             return ()
-        return rank_memory(model, self.schedule, self.plan.costs, request, self.messages)
+        return rank_memory(model, self.schedule, self.plan.costs, request.costs, counts, self.messages)
 
     @property
     def worst(self) -> int:
@@ -239,7 +238,7 @@ def _fits(job: JobPlan, machine: Machine) -> bool:
     if not ranks:
         return False
     if limit is None:
-        return machine.device is not None and ranks[job.worst].device <= (1 - RESERVED) * machine.device
+        return machine.device is not None and ranks[job.worst].device <= usable(machine.device)
     return limit.size is not None and max(rank.activations + rank.messages for rank in ranks) <= limit.size
 
 
@@ -298,7 +297,7 @@ def _could_go(job: JobPlan, machine: Machine, make: Make) -> str:
         other = _planned(free, machine, make)
     except PlanError:
         return ""
-    if not other.memory or other.memory[other.worst].device > (1 - RESERVED) * device:
+    if not other.memory or other.memory[other.worst].device > usable(device):
         return ""
     saved = 1 - other.plan.timeline.ideal / job.plan.timeline.ideal
     return f"{_recompute_flag(job.spec)} can be left out: {_saved(saved)}{_free(other, machine)}"

@@ -104,3 +104,14 @@ class Request:
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""
         return replace(self, costs=self.costs.around_one())
+
+
+def of_1f1b(size: float, ranks: int, microbatch: float) -> float:
+    """Returns ``size`` as a fraction of the activation memory of 1F1B, whose first rank holds ``ranks`` microbatches.
+
+    Args:
+        size: bytes of activations.
+        ranks: number of pipeline ranks.
+        microbatch: bytes of one microbatch in an average rank's layers.
+    """
+    return size / (ranks * microbatch)

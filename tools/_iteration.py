@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.build_flags import trained_model
-from megatron.schedules.estimate.device_memory import RankMemory, model_memory
+from megatron.schedules.estimate.device_memory import RankMemory, model_memory, usable
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
     TrainedModel,
@@ -21,9 +21,9 @@ from megatron.schedules.estimate.model_build import (
 from megatron.schedules.estimate.models import Model, built
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
-from megatron.schedules.estimate.roofline import GIB, Device, Roofline
+from megatron.schedules.estimate.roofline import Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
-from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.request import Request, of_1f1b
 from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -33,8 +33,6 @@ from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
 
-# For the CUDA context, buffers of NCCL and cuBLAS, and fragmentation: an assumption.
-RESERVED = 4 * GIB
 # The embedding and the output layer count as one layer each.
 _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
@@ -262,8 +260,8 @@ class Estimate:
 
     @property
     def memory(self) -> float:
-        """Bytes on the GPU with the most memory in use, :data:`RESERVED` included."""
-        return RESERVED + max(rank.device for rank in self.ranks)
+        """Bytes on the GPU with the most memory in use."""
+        return max(rank.device for rank in self.ranks)
 
     @property
     def activations(self) -> float:
@@ -279,7 +277,7 @@ class Estimate:
     def fits(self) -> bool:
         """True if the setting fits the memory of the device and of the host."""
         device = self.setting.device
-        return self.memory <= device.memory and self.host <= device.host_memory
+        return self.memory <= usable(device.memory) and self.host <= device.host_memory
 
 
 def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
@@ -295,7 +293,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
         seconds,
         mfu(setting, seconds),
         plan.bubble,
-        rank_memory(setting.trained, plan.schedule, plan.costs, plan.request),
+        rank_memory(setting.trained, plan.schedule, plan.costs, setting.costs, setting.layers),
         plan.peak_memory,
         plan.timeline.recomputed,
         plan.timeline.messages,
@@ -319,7 +317,7 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
 
 def least_seconds(setting: Setting) -> float:
     """Lower bound of the iteration time in seconds, within the device's memory; infinite if nothing fits."""
-    if least_memory(setting)[1].device > setting.device.memory - RESERVED:
+    if least_memory(setting)[1].device > usable(setting.device.memory):
         return math.inf
     found = _choices(setting)[-1]
     room = _room(setting) * setting.pipeline
@@ -389,8 +387,8 @@ def _static(setting: Setting) -> list[RankMemory]:
 def _room(setting: Setting) -> float:
     """Memory left for activations, as a fraction of 1F1B's; negative where there is none."""
     held = max(rank.device for rank in _static(setting))
-    left = setting.device.memory - RESERVED - held - setting.memory.most_passing
-    return left / setting.memory.of_rank(setting.pipeline) / setting.pipeline
+    left = usable(setting.device.memory) - held - setting.memory.most_passing
+    return of_1f1b(left, setting.pipeline, setting.memory.of_rank(setting.pipeline))
 
 
 def _sizes(setting: Setting) -> list[Count]:

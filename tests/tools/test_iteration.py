@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.iteration import (
+from megatron.schedules.estimate.device_memory import RESERVED
+from megatron.schedules.estimate.models import MODELS, Model, built, gpt
+from megatron.schedules.estimate.roofline import DEVICES, GIB, Roofline, corrections
+from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.placement import Placement
+from tools._iteration import (
     ADAPTIVE,
     METHODS,
-    RESERVED,
     SAVING,
     Method,
     Setting,
@@ -20,12 +26,6 @@ from megatron.schedules.estimate.iteration import (
     memory_limit,
     mfu,
 )
-from megatron.schedules.estimate.models import MODELS, Model, built, gpt
-from megatron.schedules.estimate.roofline import DEVICES, GIB, Roofline, corrections
-from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
-from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.measure.profile_facts import Facts
-from megatron.schedules.schedule.placement import Placement
 
 A100 = DEVICES["A100-80GB"]
 SMALL, LAYERS = gpt("small", layers=14, heads=16, hidden=2048), 14
@@ -62,7 +62,7 @@ def static_bytes(at: Setting) -> list[float]:
 
 def free(at: Setting, room: float) -> Setting:
     """On a device with so many GiB for activations and messages."""
-    return replace(at, device=replace(A100, memory=RESERVED + max(static_bytes(at)) + room * GIB))
+    return replace(at, device=replace(A100, memory=(max(static_bytes(at)) + room * GIB) / (1 - RESERVED)))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name[0].isdigit()])
