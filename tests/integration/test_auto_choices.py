@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from megatron.schedules.job import plan_job as planning
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.plan_job import JobPlan, auto_choices, plan_job
+from megatron.schedules.job.plan_job import JobPlan, auto_choices, check_fits, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
-from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.job.values import ScheduleChoice, memory_limit
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import Plan, make_plan, or_named
+from megatron.schedules.utils.errors import PlanError
 
 BUILD = MODELS["9.6B"].whole
 MODEL = Model(BUILD, Numbers(2, 4, 12))
@@ -98,6 +100,45 @@ def test_the_layers_of_a_schedule_by_name_that_auto_takes_are_settled():
     assert taken.schedule.name != "1f1b"
     layers = JobPlan(job, taken).layers
     assert (len(layers), sum(layers)) == (taken.schedule.placement.stages, 16)
+
+
+FULL = StockRecompute("full", "uniform", 1)
+
+
+@pytest.mark.parametrize(("recompute", "rival"), [(FULL, "1f1b"), (StockRecompute(), "v-min")], ids=["full", "none"])
+def test_auto_fits_wherever_a_schedule_by_name_does(recompute: StockRecompute, rival: str):
+    """Also where its search finds no room, since it counts peaks of different moments together."""
+    named = plan_job(_llama(rival, recompute))
+    found = plan_job(_llama("auto", recompute), Machine(_most(named) * (1 + 1e-9) / (1 - RESERVED)))
+    assert found.too_much == 0
+    assert _most(found) <= _most(named)
+
+
+@pytest.mark.parametrize("recompute", [FULL, StockRecompute()], ids=["full", "none"])
+def test_where_nothing_fits_auto_is_the_least_and_says_how_much_too_much_that_is(recompute: StockRecompute):
+    device = 2.0**30
+    found = plan_job(_llama("auto", recompute), Machine(device))
+    assert found.too_much == pytest.approx(_most(found) - (1 - RESERVED) * device)
+    assert all(_most(found) <= _most(plan_job(_llama(name, recompute))) for name in ("1f1b", "v-min", "v-half"))
+    with pytest.raises(PlanError, match=r"^--pipeline-schedule auto: nothing fits: .* use more GPUs$"):
+        check_fits(found)
+
+
+def test_the_smallest_limit_that_is_named_works_and_a_smaller_one_is_refused():
+    with pytest.raises(PlanError, match="is the smallest that works") as error:
+        plan_job(_llama("auto", FULL, "0.001GiB"))
+    smallest = re.search(r"(\S+)GiB is the smallest", str(error.value))
+    assert smallest
+    found = plan_job(_llama("auto", FULL, f"{smallest[1]}GiB"))
+    held = max(rank.activations + rank.messages for rank in found.memory)
+    assert 0.999 * float(smallest[1]) * 2**30 <= held <= float(smallest[1]) * 2**30
+    with pytest.raises(PlanError, match="is the smallest that works"):
+        plan_job(_llama("auto", FULL, f"{0.99 * float(smallest[1])}GiB"))
+
+
+def _llama(name: str, recompute: StockRecompute, limit: str | None = None) -> JobSpec:
+    settings = Settings(ScheduleChoice(name, name), memory_limit(FLAGS["memory_limit"], limit), search_seconds=0.1)
+    return JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
 
 
 def _most(job: JobPlan) -> float:

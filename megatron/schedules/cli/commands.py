@@ -149,7 +149,7 @@ def _compare(
         row = table.Row(name, figures(timeline, plans.microbatch_bytes), throughput, layers=_layers(job.plan))
         if room is not None:
             worst = job.memory[job.worst]
-            row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
+            row = replace(row, memory=worst.parts | {"together": worst.device}, fits=job.fits(room))
         rows.append(row)
     if form in ("svg", *PICTURES):
         emit(picture(draw_comparison(rows, _caption(plans)), form), output)

@@ -51,7 +51,7 @@ def dry_run(job: JobPlan) -> NoReturn:
     status = 0
     if room is not None:
         sys.stdout.write(verdict(job.worst, _rank(job, job.worst), room) + "\n")
-        if job.memory[job.worst].device > room:
+        if not job.fits(room):
             sys.stdout.write(_advice(job, room) + "\n")
             status = _DOES_NOT_FIT
     sys.stdout.write(f"not counted: {NOT_COUNTED}\n")
@@ -104,5 +104,5 @@ def _advice(job: JobPlan, room: float) -> str:
         other = plan_job(job.spec.under(AUTO), Machine(room), made)
     except PlanError:
         other = job
-    held = other.memory[other.worst].device
-    return f"would fit: with {flag} ({gib(held)} GiB)" if held <= room else f"nor does {flag} fit: use more GPUs"
+    held = gib(other.memory[other.worst].device)
+    return f"would fit: with {flag} ({held} GiB)" if other.fits(room) else f"nor does {flag} fit: use more GPUs"

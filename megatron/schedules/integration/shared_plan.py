@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.schedules.integration.flags.checks import made, refusing
 from megatron.schedules.integration.machine import machine_of
-from megatron.schedules.job.plan_job import JobPlan, plan_job
+from megatron.schedules.job.plan_job import JobPlan, check_fits, plan_job
 from megatron.schedules.job.plan_text import from_text, to_text
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.request import Request
@@ -43,6 +43,7 @@ class SharedPlans:
         def text() -> str:
             with refusing(spec.settings.schedule.text):
                 own.append(plan_job(spec, machine, made))
+                check_fits(own[0])
             return to_text(own[0])
 
         sent = self._shared(f"job {next(self._jobs)}", text)

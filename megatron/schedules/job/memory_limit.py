@@ -14,7 +14,7 @@ from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.planner.request import Request, of_1f1b
-from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.errors import ShortMemoryError
 
 # Fraction of 1F1B's memory that V-Min uses: the smallest that keeps ranks busy.
 _BEGINNING = 1 / 3
@@ -33,7 +33,8 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
         messages: largest number of messages that a rank stores at the same time.
 
     Raises:
-        PlanError: the limit is too small for this model, or the model's sizes are unknown.
+        PlanError: the model's sizes are unknown.
+        ShortMemoryError: the limit is too small for this model.
     """
     if limit is None:
         return request
@@ -41,22 +42,26 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
         return _with_first_limit(request)
     if limit.size is None:
         return replace(request, memory_limit=limit.fraction)
-    by_user = spec.settings.memory_limit is not None
-    flag = spec.flags["memory_limit"]
-    named = flag if by_user else f"{spec.flags['schedule']} {AUTO}: the memory that devices have left,"
     held, memory = rank_bytes(spec, request.costs), request.costs.memory
     if held is None:
-        raise unknown_bytes(spec, f"{named} {limit.text}", "a fraction such as 0.5")
+        raise unknown_bytes(spec, f"{spec.flags['memory_limit']} {limit.text}", "a fraction such as 0.5")
     passing = 0.0 if memory is None else memory.most_passing
     set_aside = passing + (0.0 if spec.trained is None else messages * spec.trained.message_bytes)
     fraction, least = of_1f1b(limit.size - set_aside, request.ranks, held), least_limit(request)
     if fraction < least:
-        smallest = _rounded_up((least * request.ranks * held + set_aside) / 2**30)
-        raise PlanError(
-            f"{named} {limit.text} is too small for this model on {request.ranks} ranks: {smallest:g}GiB is the "
-            "smallest that works"
-        )
+        raise too_small(spec, limit, least * request.ranks * held + set_aside)
     return replace(request, memory_limit=fraction, recompute_room=of_1f1b(passing, request.ranks, held))
+
+
+def too_small(spec: JobSpec, limit: MemoryLimit, least: float) -> ShortMemoryError:
+    """Error for a memory limit where ``least`` bytes of activations and messages are the smallest that works."""
+    flag = spec.flags["memory_limit"]
+    if spec.settings.memory_limit is None:
+        flag = f"{spec.flags['schedule']} {AUTO}: the memory that devices have left,"
+    return ShortMemoryError(
+        f"{flag} {limit.text} is too small for this model on {spec.sizes.pipeline} ranks: "
+        f"{_rounded_up(least / 2**30):g}GiB is the smallest that works"
+    )
 
 
 def device_limit(model: TrainedModel, request: Request, device: float) -> MemoryLimit:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron.schedules.estimate.device_memory import RankMemory, usable
+from megatron.schedules.estimate.device_memory import RESERVED, RankMemory, usable
 from megatron.schedules.estimate.model_build import MESSAGES, StockRecompute, rank_memory
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
+from megatron.schedules.job.least_memory import least_plans
 from megatron.schedules.job.machine import ANY, Machine
+from megatron.schedules.job.memory_limit import too_small
 from megatron.schedules.job.rules import refusal, unsplittable
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage
@@ -25,7 +27,7 @@ from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.errors import PlanError, ShortMemoryError
 from megatron.schedules.utils.printable import amount, percent
 
 Make = Callable[[Request], Plan]
@@ -42,11 +44,13 @@ class JobPlan:
         spec: the job, with everything that ``auto`` chose.
         plan: its plan.
         left_out: a sentence about Megatron's own recompute, if the plan goes without it or could; empty otherwise.
+        too_much: bytes beyond what a plan may use of a device, if ``auto`` knows no plan that fits; otherwise 0.
     """
 
     spec: JobSpec
     plan: Plan
     left_out: str = field(default="", compare=False)
+    too_much: float = field(default=0.0, compare=False)
 
     @property
     def request(self) -> Request:
@@ -87,6 +91,10 @@ class JobPlan:
         """Rank with the highest device memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].device)
 
+    def fits(self, device: float) -> bool:
+        """Returns whether the plan leaves the reserve of a device with this many bytes free; its bytes are known."""
+        return self.memory[self.worst].device <= usable(device)
+
     @property
     def assumed(self) -> str:
         """Describes the costs, and what is recomputed and offloaded, in one line."""
@@ -114,8 +122,14 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
         job = _planned(spec, machine, make)
         return replace(job, left_out=_could_go(job, machine, make))
     free = _without_recompute(spec)
-    if free is None:
-        return _chosen(spec, machine, make)
+    try:
+        return _chosen(spec, machine, make) if free is None else _freed(spec, free, machine, make)
+    except ShortMemoryError as error:
+        return _of_least_memory([free or spec, spec], machine, make, error)
+
+
+def _freed(spec: JobSpec, free: JobSpec, machine: Machine, make: Make) -> JobPlan:
+    """Returns the shorter plan with or without Megatron's own recompute: ``free`` is the job without it."""
     try:
         job = _chosen(free, machine, make)
     except PlanError:
@@ -127,6 +141,16 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
             if kept.plan.iteration_time <= job.plan.iteration_time:
                 return kept
     return replace(job, left_out=_left_out(spec, job, kept_work, machine))
+
+
+def check_fits(job: JobPlan) -> None:
+    """Refuses a plan of ``auto`` that needs more memory than its devices have."""
+    if job.too_much:
+        least = job.memory[job.worst].device
+        raise PlanError(
+            f"{job.spec.flags['schedule']} {AUTO}: nothing fits: of all schedules {job.schedule.name} needs least, "
+            f"{amount(least)}, {amount(job.too_much)} more than {percent(1 - RESERVED)} of a device; use more GPUs"
+        )
 
 
 def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
@@ -142,6 +166,10 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
             request = _limited(each, machine).request
             if request.memory_limit is not None:
                 limit_in_microbatches(request)
+        except ShortMemoryError as error:
+            if spec.settings.schedule.name == AUTO:  # it then plans for the least memory
+                return
+            refused.append(error)
         except PlanError as error:
             refused.append(error)
         else:
@@ -202,7 +230,37 @@ def _chosen(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
             return _or_unplaced(_planned(each, machine, make), spec, machine, make)
         except PlanError as error:
             refused.append(error)
-    raise refused[0]
+    raise next((error for error in refused if isinstance(error, ShortMemoryError)), refused[0])
+
+
+def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, refused: PlanError) -> JobPlan:
+    """Returns the shortest plan that fits of those with least memory; where none does, the one that needs least.
+
+    Args:
+        specs: the job without Megatron's own recompute if it can go, and as the flags say.
+        machine: what the plan has to keep within.
+        make: makes each plan.
+        refused: why ``auto`` has no other plan.
+
+    Raises:
+        PlanError: with a limit of activations that no plan keeps within, or if nothing is known in bytes.
+    """
+    spec, limit, jobs = specs[-1], specs[-1].settings.memory_limit, list[JobPlan]()
+    for each in dict.fromkeys(specs) if machine.device is not None or limit is not None else ():
+        choice = next((choice for choice in auto_choices(each) if choice.settings.saving != MemorySaving()), each)
+        saving = replace(each, settings=replace(choice.settings, layers=each.settings.layers))
+        for plan in least_plans(saving, make):
+            with suppress(PlanError):
+                jobs.append(_accepted(JobPlan(saving, plan), machine))
+    jobs = [job for job in jobs if job.memory]
+    if fitting := [job for job in jobs if _fits(job, machine)]:
+        return min(fitting, key=lambda job: job.plan.iteration_time)
+    if jobs and limit is not None and limit.size is not None:
+        raise too_small(spec, limit, min(map(_held, jobs)))
+    if not jobs or machine.device is None or limit is not None:
+        raise refused
+    least = min(jobs, key=lambda job: job.memory[job.worst].device)
+    return replace(least, too_much=least.memory[least.worst].device - usable(machine.device))
 
 
 def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
@@ -226,9 +284,15 @@ def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     job = _made_within(spec, limited, make)
     if name == AUTO and limited.limit is not None and limited.limit.size is not None:
         job = _or_fitting_by_name(job, machine)
+    return _accepted(job, machine)
+
+
+def _accepted(job: JobPlan, machine: Machine) -> JobPlan:
+    """Returns the plan if its host has room for it and Megatron's flags work with it; raises PlanError otherwise."""
     _check_host(job, machine)
+    spec = job.spec
     if spec.by_megatron and (why := refusal(spec, job.schedule, machine)):
-        raise PlanError(f"{spec.flags['schedule']} {name} {why}")
+        raise PlanError(f"{spec.flags['schedule']} {spec.settings.schedule.name} {why}")
     return job
 
 
@@ -238,8 +302,13 @@ def _fits(job: JobPlan, machine: Machine) -> bool:
     if not ranks:
         return False
     if limit is None:
-        return machine.device is not None and ranks[job.worst].device <= usable(machine.device)
-    return limit.size is not None and max(rank.activations + rank.messages for rank in ranks) <= limit.size
+        return machine.device is not None and job.fits(machine.device)
+    return limit.size is not None and _held(job) <= limit.size
+
+
+def _held(job: JobPlan) -> float:
+    """Bytes of activations and messages on the rank that holds most."""
+    return max(rank.activations + rank.messages for rank in job.memory)
 
 
 def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
@@ -297,7 +366,7 @@ def _could_go(job: JobPlan, machine: Machine, make: Make) -> str:
         other = _planned(free, machine, make)
     except PlanError:
         return ""
-    if not other.memory or other.memory[other.worst].device > usable(device):
+    if not other.memory or not other.fits(device):
         return ""
     saved = 1 - other.plan.timeline.ideal / job.plan.timeline.ideal
     return f"{_recompute_flag(job.spec)} can be left out: {_saved(saved)}{_free(other, machine)}"

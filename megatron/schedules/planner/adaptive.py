@@ -15,7 +15,7 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.polish import finished, many_plans
-from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.errors import PlanError, ShortMemoryError
 from megatron.schedules.utils.progress import Parts, Progress
 
 if TYPE_CHECKING:
@@ -202,7 +202,8 @@ def limit_in_microbatches(request: Request) -> float:
     """Activation memory limit of a rank, in microbatches.
 
     Raises:
-        PlanError: if there is no limit, the limit is below the smallest that works, or the search time is not valid.
+        PlanError: if there is no limit, or the search time is not valid.
+        ShortMemoryError: the limit is below the smallest that works.
     """
     asked, least = request.memory_limit, least_limit(request)
     if asked is None:
@@ -211,7 +212,7 @@ def limit_in_microbatches(request: Request) -> float:
         )
     if not asked >= least - EPSILON:
         # Rounded up, so that the limit in the message works.
-        raise PlanError(
+        raise ShortMemoryError(
             f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "
             f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works",
             "memory_limit",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.schedules.estimate.device_memory import RESERVED, usable
 from megatron.schedules.report.table import aligned, gib
 
 NOT_COUNTED = (
     "the CUDA context, buffers of NCCL and of kernels, fragmentation, and what a pass needs for a moment (such as the "
-    "gradient of the logits): leave some GiB"
+    "gradient of the logits): for these a tenth of each device is left"
 )
 
 
@@ -45,9 +46,10 @@ def as_text(ranks: Sequence[Rank]) -> str:
 def verdict(rank: int, found: Rank, room: float) -> str:
     """Says if the rank with the most memory fits, and which sort uses most of it."""
     largest = max(found.parts, key=lambda part: found.parts[part])
-    fits, apart = found.device <= room, abs(room - found.device)
+    fits, apart = found.device <= usable(room), abs(usable(room) - found.device)
     said = f"{gib(apart)} GiB {'are left' if fits else 'too much'}"
     return (
-        f"{'fits' if fits else 'does not fit'} {gib(room)} GiB: rank {rank} holds most, {gib(found.device)} GiB, "
+        f"{'fits' if fits else 'does not fit'} {gib(room)} GiB, of which plans use {100 * (1 - RESERVED):.0f} %, "
+        f"{gib(usable(room))} GiB: rank {rank} holds most, {gib(found.device)} GiB, "
         f"{said}; {gib(found.parts[largest])} GiB of it are {largest}"
     )

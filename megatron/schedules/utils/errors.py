@@ -35,6 +35,10 @@ class PlanError(ValueError):
         return str(self) if flag is None or str(self).startswith(flag) else f"{flag}: {self}"
 
 
+class ShortMemoryError(PlanError):
+    """A memory limit is too small for the plans that were asked for."""
+
+
 def one_line(message: str) -> str:
     """Returns ``message`` on one line of printable characters, with very long words and messages shortened."""
     shown = re.sub(

@@ -124,7 +124,8 @@ def made(request: Request) -> Plan:
     if request.schedule in ("adaptive", AUTO):
         if request.memory_limit is not None:
             limit_in_microbatches(request)  # checked before anything is printed
-        said = f"searches about {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
+        seconds = search_seconds(request)
+        said = f"searches about {seconds:.0f} s, unless {plans_directory()} has the plan" if seconds >= 1 else ""
     else:
         said = f"is planned now, unless {plans_directory()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule: {request.schedule}"
