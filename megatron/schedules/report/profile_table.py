@@ -13,7 +13,7 @@ _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
 
 def as_text(profile: JobProfile, recorded: Recorded) -> str:
-    """Returns a table of the kinds of passes, then latencies, bytes and the bubble; without a final line end.
+    """Returns a table of the kinds of passes, then latencies, bytes and the bubble, as log lines.
 
     The spread is the 90th less the 10th percentile of a stage's passes, over their median.
     """
@@ -22,8 +22,9 @@ def as_text(profile: JobProfile, recorded: Recorded) -> str:
     rows = [_HEADINGS, *(_row(profile, kind) for kind in KINDS if _each(profile, kind) and not _assumed(profile, kind))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    head = f"pipeline schedule {profile.schedule}, as measured in iterations {first}-{last}{replicas}"
-    return "\n".join([head, *lines, _others(profile), _bubbles(recorded)])
+    head = f"{profile.schedule} in iterations {first}-{last}{replicas}"
+    said = [head, *lines, _others(profile), _bubbles(recorded)]
+    return "\n".join(f"pipeline schedule: measured: {line}" for line in said)
 
 
 def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
