@@ -129,8 +129,8 @@ def _check_collectives(programs: Sequence[Program]) -> None:
     for number, collective in enumerate(zip_longest(*rows)):
         for rank, action in enumerate(collective):
             if action is None or collective[0] is None or action[::2] != collective[0][::2]:
-                found = [f"rank {r} posts {collective[r] or 'none'}" for r in (0, rank)]
-                raise ProgramError(f"collective {number}: {' and '.join(found)}")
+                posts = [f"rank {r} posts {collective[r] or 'none'}" for r in (0, rank)]
+                raise ProgramError(f"collective {number}: {' and '.join(posts)}")
     posted = Counter((action.op, action.microbatch) for action in rows[0])
     for op in sorted(expected):
         for m in range(programs[0].microbatches):

@@ -105,14 +105,14 @@ def _global_order(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
 def _receives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[list[_Post]]:
     """Returns for each rank its receives, in the order in which their results are made."""
     rank_of = schedule.placement.rank_of
-    found: list[list[_Post]] = [[] for _ in schedule.order]
+    by_rank: list[list[_Post]] = [[] for _ in schedule.order]
     for row, own in zip(schedule.order, positions, strict=True):
         for work, position in zip(row, own, strict=True):
             ends = _sent(work, rank_of)
             if ends is not None:
                 _, receive = ends
-                found[rank_of[receive.stage]].append(_Post(position, 0, receive))
-    return [sorted(posts) for posts in found]
+                by_rank[rank_of[receive.stage]].append(_Post(position, 0, receive))
+    return [sorted(posts) for posts in by_rank]
 
 
 def _collectives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[_Collective]:

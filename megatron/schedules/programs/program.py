@@ -115,7 +115,7 @@ COLLECTIVES: Mapping[Kind | Op, Collective] = {
 }
 # What adds to a stage's weight gradients, and the sort of gradients that its last occurrence completes.
 ADDS_GRADIENTS: Mapping[Kind | Op, Kind | Op] = {Op.ADD: Op.ADD} | {**ENDS_GRADIENTS}
-_TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
+_TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, collective in COLLECTIVES.items() for user in collective.used_by}
 
 
 def computes(op: Kind | Op) -> bool:
@@ -128,7 +128,7 @@ def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
     if not any(isinstance(op, Kind) and KINDS[op].of_ranks for op in present):
         return ()
     return tuple(
-        Op(op) for op, each in COLLECTIVES.items() if not each.made_by or any(kind in present for kind in each.made_by)
+        Op(op) for op, row in COLLECTIVES.items() if not row.made_by or any(kind in present for kind in row.made_by)
     )
 
 
@@ -299,17 +299,17 @@ class Program:
     @cached_property
     def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
         """The last backward of weights, T and ``ADD`` of each stage with a ``REDUCE``, by kind, stage, microbatch."""
-        found: dict[tuple[Kind | Op, int, int], Ending] = {}
+        endings: dict[tuple[Kind | Op, int, int], Ending] = {}
         seen: dict[int, frozenset[Kind | Op]] = {}
         left = 0
         for op, stage, microbatch, _ in reversed(self.actions):
             if op is Op.REDUCE:
                 seen[stage] = frozenset()
             elif stage in seen and op in ADDS_GRADIENTS and ADDS_GRADIENTS[op] not in seen[stage]:
-                found[op, stage, microbatch] = Ending(left, seen[stage])
+                endings[op, stage, microbatch] = Ending(left, seen[stage])
                 seen[stage] |= {ADDS_GRADIENTS[op]}
             left += op in COMPUTING
-        return found
+        return endings
 
     @cached_property
     def messages_held(self) -> int:
