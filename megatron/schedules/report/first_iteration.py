@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron.schedules.utils.printable import amount, counted
 
-# Layers that offload a smaller part of their planned bytes are named. Estimates are closer than that. And how many
-# layers, or places, are named at most.
+# Layers that offload a smaller share of their planned bytes are named, because estimates are closer than that. At most
+# so many layers, or places in the code, are named.
 _FEW, _NAMED = 0.85, 4
 
 
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What the plan says of the call.
+    """Figures that the plan expects of the call.
 
     Args:
         splits: true if the schedule splits backwards.

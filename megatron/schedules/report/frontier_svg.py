@@ -61,7 +61,7 @@ class Point(NamedTuple):
     bound: float
 
 
-class Found(NamedTuple):
+class Shortest(NamedTuple):
     """The shortest plan for a memory limit, and the share of its time that is idle or recompute."""
 
     memory: float
@@ -74,7 +74,7 @@ def draw_frontier(
     heading: str,
     caption: str,
     most: tuple[float, float],
-    saved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
+    saved: Mapping[str, Sequence[Shortest]] = MappingProxyType({}),
     unit: str = "microbatches",
 ) -> str:
     """Draws ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
@@ -93,7 +93,7 @@ def draw_frontier(
     """
     chart = _Chart(*most)
     chart.axes(unit)
-    plain = [Found(point.memory, point.bubble) for point in curve]
+    plain = [Shortest(point.memory, point.bubble) for point in curve]
     chart.bound(curve)
     for look, points in {"curve": plain, **{look: [*plain, *points] for look, points in saved.items()}}.items():
         chart.steps(look, lowest(points))
@@ -102,13 +102,13 @@ def draw_frontier(
     return palette.document(_WIDTH, height, _n(_SIZE), heading, caption, _style(), chart.parts)
 
 
-def lowest(points: Sequence[Found]) -> list[Found]:
+def lowest(points: Sequence[Shortest]) -> list[Shortest]:
     """Returns the lowest result for each limit or a smaller one, by ascending memory."""
     best: dict[float, float] = {}
     least = math.inf
     for memory, lost in sorted(points):
         best[memory] = least = min(least, lost)
-    return [Found(memory, lost) for memory, lost in best.items()]
+    return [Shortest(memory, lost) for memory, lost in best.items()]
 
 
 class _Chart:
@@ -142,7 +142,7 @@ class _Chart:
             self.looks.add("bound")
             self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
 
-    def steps(self, look: str, points: Sequence[Found]) -> None:
+    def steps(self, look: str, points: Sequence[Shortest]) -> None:
         """Draws a curve as steps, from the point where it enters the area."""
         inside = [
             (self.x(point.memory), self.y(point.lost))

@@ -46,7 +46,7 @@ class Gap(NamedTuple):
         start, end: times.
         phase: phase of the rank.
         waits: parts, whose times add up to the gap.
-        needed: the last pass to end of those that the next one needs, by rank and index in its row.
+        needed: rank, and index in its row, of the pass that ends last among those that the next pass needs.
     """
 
     at: int

@@ -70,7 +70,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table; short rows are filled up."""
+    """Returns a Markdown table. Short rows are filled with empty cells."""
     heads = [" ".join(heading).strip() for heading in headings]
     rows = [[cell.replace("|", "\\|") for cell in row] + [""] * (len(heads) - len(row)) for row in cells]
     lines = ["| --- |" + " ---: |" * (len(heads) - 1), *("| " + " | ".join(row) + " |" for row in rows)]

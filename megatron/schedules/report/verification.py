@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from megatron.schedules.utils.printable import amount, counted
 
-# Differences are right up to this many times those of the reference from itself.
+# A difference is accepted up to this many times what the reference differs from itself.
 _BEYOND_NOISE = 4.0
 # A job whose gradients usually differ more than this from run to run cannot be verified.
 _TOO_NOISY = 0.05
-# Differences and hooks that are named at most, and below what a difference may come from another order of a sum.
+# Most differences and hooks that are named. A difference below the second number may come from another order of a sum.
 _NAMED, _ROUNDING = 4, 1e-4
 
 
@@ -60,7 +60,7 @@ class RankResult(NamedTuple):
 
     @property
     def usual_noise(self) -> float:
-        """By how much the reference's gradients usually differ from themselves, where they do."""
+        """Median noise of the gradients that differ; 0 if none does."""
         return median(gradient.noise for gradient in self.gradients) if self.gradients else 0.0
 
     @property
@@ -79,7 +79,7 @@ class RankResult(NamedTuple):
 
     @property
     def fired_more(self) -> list[tuple[str, int, int]]:
-        """Those of ``fired`` that no gradient in two parts explains."""
+        """Entries of ``fired`` that a gradient in two parts does not explain."""
         return [hook for hook in self.fired if hook[0] not in self.in_parts or hook[1] > 2 * hook[2]]
 
 

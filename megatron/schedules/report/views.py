@@ -56,7 +56,7 @@ def views(recorded: Recorded) -> tuple[View, View]:
 
 
 def scale(recorded: Recorded) -> float:
-    """Returns the milliseconds in a unit of the plan with which an average rank's computing time is that of the run."""
+    """Returns the milliseconds in a unit of the plan, so that an average rank computes as long in it as in the run."""
     return recorded.timeline.ideal / recorded.planned.ideal
 
 
