@@ -8,6 +8,7 @@ main thread. What a file runs when it is imported does not count.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import runpy
@@ -48,7 +49,8 @@ def is_imported(frame: FrameType | None) -> bool:
 
 
 if __name__ == "__main__":
-    sys.argv = [str(ROOT / "pretrain_gpt.py"), *JOB.split(), *sys.argv[1:]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sys.argv = [str(ROOT / "pretrain_gpt.py"), *JOB.split(), *parser.parse_known_args()[1]]
     sys.path.insert(0, str(ROOT))
     if os.environ.get("RANK", "0") == "0":
         sys.setprofile(note)
