@@ -24,7 +24,7 @@ from benchmarks import planning_table as table
 from benchmarks.planning_cells import Cell, Result, code_version, measure
 from megatron.schedules.planner.adaptive import default_seconds
 from megatron.schedules.report.figures import title
-from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
+from megatron.schedules.report.frontier_svg import Mark, Point, Shortest, draw_frontier
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.output_files import write_text
@@ -215,7 +215,7 @@ On one core, including the schedules by name that the search starts from; costs 
 {table.times(cells.times, kept.find)}"""
 
 
-def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) -> str:
+def drawing(found: Result, saved: dict[str, list[Shortest]], peers: table.Peers) -> str:
     """Draws the frontier with the schedules of all projects."""
     d, n, name = _DRAWN
     points = [Point(rung["limit"], rung["bubble"], max(0.0, rung["bubble_bound"])) for rung in found["rungs"]]
@@ -235,12 +235,14 @@ def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) ->
     return draw_frontier(points, marks, heading, caption, most, saved)
 
 
-def _curves(saved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Found]]:
+def _curves(saved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Shortest]]:
     """Returns the drawing's curves: recompute, and offload with the slowest copies."""
     looks = {"again": "recompute", "offload": _offload(_COPIES[-1])}
     return {
         look: [
-            Found(cell.up_to * cell.ranks, 1 - found["useful"]) for cell in saved[heading] if (found := kept.find(cell))
+            Shortest(cell.up_to * cell.ranks, 1 - found["useful"])
+            for cell in saved[heading]
+            if (found := kept.find(cell))
         ]
         for look, heading in looks.items()
     }

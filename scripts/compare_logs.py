@@ -33,7 +33,7 @@ _VALIDATION = re.compile(rf"validation loss at .* on validation set .*\blm loss 
 _PLAN = re.compile(
     rf"pipeline schedule: (\S+)[:,] .*planned bubble {_NUMBER} %.*planned peak activation memory {_NUMBER} %"
 )
-_WORTH_SHOWING = re.compile(r"pipeline schedule\b.*: |validation loss at|no CUDA device here|\berror: ")
+_WORTH_SHOWING = re.compile(r"pipeline schedule: (?!measured: )|validation loss at|\berror: ")
 _MEASURED = re.compile(r"pipeline schedule: peak activation memory measured: .*worst (\d+) bytes")
 
 

@@ -52,7 +52,7 @@ def test_install_says_what_is_not_installed(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: training needs {missing}, which is missing: "
-        """run pip install ".[megatron]" in this package's folder (docs/install.md)"""
+        """run pip install ".[megatron]" in this package's folder (docs/getting-started.md)"""
     )
 
 

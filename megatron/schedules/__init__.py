@@ -1,4 +1,4 @@
-"""Pipeline schedules whose activation memory is a choice, for stock Megatron-LM.
+"""Pipeline schedules for stock Megatron-LM that let you choose how much activation memory to use.
 
 Importing this package imports neither torch nor Megatron; :func:`install` does, when it is called. Nor does it import
 the planner: :func:`plan` and :func:`compare` come with it when they are first asked for.
@@ -69,7 +69,7 @@ def install(
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing == "torch" or missing.startswith("megatron.core"):
-            how = """run pip install ".[megatron]" in this package's folder (docs/install.md)"""
+            how = """run pip install ".[megatron]" in this package's folder (docs/getting-started.md)"""
             raise ModuleNotFoundError(f"training needs {missing}, which is missing: {how}", name=missing) from None
         if not missing.startswith("megatron.training"):
             raise

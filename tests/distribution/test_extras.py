@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: pip can read what they require, and it is what docs/install.md promises."""
+"""The extras of pyproject.toml: pip can read what they require, and it is what docs/getting-started.md promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from megatron.schedules.integration.gpu_libraries import LIBRARIES, OLDEST
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "install.md").read_text()
+PAGE = (ROOT / "docs" / "getting-started.md").read_text()
 SECTION = re.search(r"\n## GPU libraries\n(.*?)\n## ", PAGE, re.DOTALL)
 EXTRAS = {
     extra: [Requirement(written) for written in asked]

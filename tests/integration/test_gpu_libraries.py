@@ -15,7 +15,7 @@ SITE = {
     "apex": "apex-0.1",
     "fused_weight_gradient_mlp_cuda": "",
 }
-NOWHERE = "(docs/install.md)"
+NOWHERE = "(docs/getting-started.md)"
 
 
 @pytest.fixture

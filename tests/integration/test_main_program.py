@@ -126,7 +126,7 @@ def test_where_there_is_no_gpu_a_script_is_told_what_to_call(tmp_path: Path) -> 
     assert run.returncode == 2, run.stderr[-4000:]
     said = run.stderr.strip().splitlines()[-1]
     assert said.startswith("their_script.py: error: no CUDA device here, and Megatron requires one")
-    assert "call megatron.schedules.without_gpu() before Megatron is imported (docs/install.md" in said
+    assert "call megatron.schedules.without_gpu() before Megatron is imported (docs/getting-started.md" in said
 
 
 def test_a_rank_killed_in_an_iteration_ends_the_job_with_a_message() -> None:

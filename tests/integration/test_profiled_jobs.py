@@ -35,7 +35,7 @@ def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_pa
     assert {stage.sizes[Share.WEIGHTS] for stage in profile.stages} == {2 * 16 * 32 * 4 * 16}
     assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].sizes[Share.WEIGHTS]
     assert [latency[:2] for latency in profile.latencies] == [(0, 1), (1, 0)]
-    (table,) = [text for text in said if "as measured in iterations 3-4" in text]
+    (table,) = [text for text in said if "measured: v-half in iterations 3-4" in text]
     assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table
 
     assert (
@@ -54,7 +54,7 @@ def test_one_profile_of_all_replicas(megatron, tmp_path):
     assert profile.replicas == 2 and all(stage.halved for stage in profile.stages)
     for stage in profile.stages:
         assert stage.median(Kind.I) + stage.median(Kind.W) == pytest.approx(stage.median(Kind.B))
-    assert sum("as measured in iterations" in text for text in said) == 1
+    assert sum("measured: 1f1b in iterations" in text for text in said) == 1
     assert "I (input gradient)" not in said[0], "nobody measured that"
     assert json.loads((tmp_path / "costs.json").read_text())["model"]["vocabulary"] == 96
 
@@ -98,7 +98,7 @@ def test_hidden_messages_change_no_cost_and_are_measured_apart(megatron, tmp_pat
         for kind in (Kind.F, Kind.I):
             assert 0 < stage.messages[kind] < stage.median(kind)
     assert measured.exposed is not None
-    (table,) = [text for text in said if "as measured in iterations 3-4" in text]
+    (table,) = [text for text in said if "measured: v-zb in iterations 3-4" in text]
     assert "with nothing behind messages of experts F waits" in table and "behind them leave" in table
     costs = f"--pipeline-costs {tmp_path / 'hidden' / 'costs.json'} --pipeline-dry-run 4"
     for job, says in ((hides, True), (flags, False)):

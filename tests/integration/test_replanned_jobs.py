@@ -99,7 +99,7 @@ def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatro
     ranks = megatron("replanned", 2, job, ["v-zb", "v-min"], None, 0, 7)
     named = re.findall(r"WARNING: pipeline rank (\d) takes [\d.]+ x as long for its passes as when", ranks[-1][2])
     assert named[:1] == ["1"]
-    assert re.findall(r"as measured in iterations (\d+-\d+)", ranks[0][2]) == ["3-3", "13-17"]
+    assert re.findall(r"measured: \S+ in iterations (\d+-\d+)", ranks[0][2]) == ["3-3", "13-17"]
     assert [line.split(":")[0] for line in said(ranks)] == ["replanned", "replanned"]
     assert switches(ranks, 20) == {(5, 19)}
 

@@ -18,7 +18,7 @@ from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.utils.errors import PlanError
 from tests.measure.custom import custom_costs, profiled, stage, written
 
-DOCS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "measure.md").read_text()
 
 
 def test_the_example_in_the_documentation_has_every_field_and_is_read():

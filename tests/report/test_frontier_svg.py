@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
+from megatron.schedules.report.frontier_svg import Mark, Point, Shortest, draw_frontier
 
 SVG = "{http://www.w3.org/2000/svg}"
 CURVE = [Point(1, 0.7, 0.6), Point(2, 0.28, 0.1), Point(4, 0.07, 0.02), Point(20, 0.01, 0.0)]
@@ -44,7 +44,7 @@ def test_the_curve_is_steps_within_the_plane():
 def test_no_curve_is_above_one_of_fewer_means_or_of_a_smaller_limit():
     """Whatever was found: a plan within less memory, or without recompute, is within the limit too."""
     curve = [Point(2, 0.2, 0.1), Point(3, 0.22, 0.1), Point(4, 0.1, 0.02), Point(5, 0.05, 0.02)]
-    again = [Found(2, 0.15), Found(4, 0.12), Found(6, 0.06)]
+    again = [Shortest(2, 0.15), Shortest(4, 0.12), Shortest(6, 0.06)]
     text = draw_frontier(curve, [], "", "", (10.0, 0.3), {"again": again})
     root = ElementTree.fromstring(text)
     plain = [x(2), TOP, y(0.2), x(3), y(0.2), x(4), y(0.1), x(5), y(0.05), RIGHT]

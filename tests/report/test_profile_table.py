@@ -35,8 +35,9 @@ def made(ranks: int, **times: Measured) -> tuple[JobProfile, Recorded]:
 def test_it_names_what_stands_out():
     text = as_text(*made(4))
     forward = next(line for line in text.splitlines() if "F (forward)" in line)
-    assert forward.split()[2:] == ["2", "2", "(stage", "0)", "4", "(stage", "3)", "50", "%"]
-    assert "as measured in iterations 3-5, 2 ranks for each stage" in text
+    assert forward.split("(forward)")[1].split() == ["2", "2", "(stage", "0)", "4", "(stage", "3)", "50", "%"]
+    assert "measured: v-half in iterations 3-5, 2 ranks for each stage" in text
+    assert all(line.startswith("pipeline schedule: ") for line in text.splitlines())
     assert "a message takes 0.1 ms, 0.75 from rank 0 to 1" in text
     assert "holds 1 MiB on the median stage, 3 on stage 3; 40 % of it waits for W" in text
     assert "copies run at 20 GB/s out, 19 back" in text

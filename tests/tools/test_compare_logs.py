@@ -11,11 +11,12 @@ from scripts import compare_logs
 
 LOG = """\
 W1121 torch/utils/cpp_extension.py:178] No CUDA runtime is found
-no CUDA device here: Megatron runs on the CPU through a stand-in
+pipeline schedule: no CUDA device here: Megatron runs on the CPU through a stand-in
   seq_length ...................................... 128
   seq_length_other ................................ 7
 pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, planned peak activation memory \
 75.0 % of 1F1B
+pipeline schedule: measured: v-half in iterations 3-5
 pipeline schedule: peak activation memory measured: rank 0 2.00 MiB, rank 1 1.00 MiB; worst 2097152 bytes
  [2026-01-02 03:04:05.678901] iteration        1/       3 | consumed samples:           16 | elapsed time \
 per iteration (ms): 9000.0 | learning rate: 3.000000E-04 | global batch size:    16 | lm loss: 5.600000E+00 | \
@@ -66,7 +67,7 @@ def test_follows_a_training() -> None:
     assert copy.getvalue() == LOG
     assert shown[3] == "  iteration 1 of 3: loss 5.6000, 228 tokens/s, 9000 ms"
     assert [line.split()[0] for line in shown] == [
-        *("no", "pipeline", "pipeline"),
+        *("pipeline", "pipeline", "pipeline"),  # without the table of what was measured
         *("iteration", "iteration", "iteration"),
         *("validation", "validation"),
     ]

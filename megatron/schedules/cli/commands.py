@@ -161,7 +161,7 @@ def _compare(
         left_out,
         _limited(limiting) if limiting >= _LIMITING else "",
     ]
-    note = "".join(f"\n{each}" for each in notes if each) if form in ("text", "markdown") else ""
+    note = "".join(f"\n{line}" for line in notes if line) if form in ("text", "markdown") else ""
     without = (
         form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]
     )

@@ -56,7 +56,7 @@ def found(libraries: Sequence[Library] = LIBRARIES) -> str:
     here = [library for library in libraries if is_there(library)]
     lacking = ", ".join(library.name for library in libraries if library not in here)
     said = f"pipeline schedule: found {', '.join(map(_with_version, here)) or 'none of the GPU libraries'}"
-    return f"{said}; not found: {lacking} (docs/install.md)" if lacking else said
+    return f"{said}; not found: {lacking} (docs/getting-started.md)" if lacking else said
 
 
 def _with_version(library: Library) -> str:

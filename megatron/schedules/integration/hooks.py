@@ -62,7 +62,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if standin.needed() and not standin.enabled():
         refuse(
             "no CUDA device here, and Megatron requires one: to try it on the CPU call "
-            "megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)"
+            "megatron.schedules.without_gpu() before Megatron is imported (docs/getting-started.md)"
         )
     job = session.plans.job(asked)
     spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement

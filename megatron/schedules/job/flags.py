@@ -30,7 +30,7 @@ SHARED = {
         "Times of a forward, an input gradient (the paper's B) and a weight gradient over half a rank's layers, and "
         "P2P latency between ranks, in any unit. MESSAGES is the part of F, and the part of I, that waits for messages "
         "of experts. Or a JSON file: a cost profile that a job (--pipeline-measure) or tools/profile_passes.py wrote, "
-        "or one written by hand (docs/costs.md). Measured costs give the best order.",
+        "or one written by hand (docs/measure.md). Measured costs give the best order.",
     ),
     "layers": (
         "even|auto|N,N,...",

@@ -125,7 +125,7 @@ def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
     if gbps is None and not costs.copy:
         raise PlanError(
             f"{flag} takes the time of copies from {costs_flag} FILE.json: give copy_time in one written by hand "
-            f"(docs/costs.md), or a profile that has it, as tools/profile_passes.py writes; or {flag}=GB/s with "
+            f"(docs/measure.md), or a profile that has it, as tools/profile_passes.py writes; or {flag}=GB/s with "
             f"{costs_flag} in milliseconds"
         )
     if gbps is None:

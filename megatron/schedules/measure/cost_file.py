@@ -19,7 +19,7 @@ _GONE = {1: "a profile of one chunk"}
 
 
 class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cost file written by hand, see docs/costs.md; every field but the version may be left out.
+    """Cost file written by hand, see docs/measure.md; every field but the version may be left out.
 
     Args:
         version: tells such files from measured ones.
@@ -97,7 +97,7 @@ def read_costs(path: Path) -> JobProfile | CustomCosts:
     Raises:
         PlanError: what is wrong with the file.
     """
-    return read_file(path, "costs_file", "cost file", f"{_WRITERS}; docs/costs.md has those written by hand", _costs)
+    return read_file(path, "costs_file", "cost file", f"{_WRITERS}; docs/measure.md has those written by hand", _costs)
 
 
 def _costs(text: str) -> JobProfile | CustomCosts:

@@ -6,7 +6,7 @@ have posted it. Before every action a rank waits until all that it has posted is
 
 Collectives inside passes, of tensor, context and expert parallelism, join ranks of other pipelines at the same place,
 which have the same program. They come in the order of its passes, so they match, and no rank of a group waits for what
-another one does later: they close no circle. Before training, and before each new plan, all ranks compare their plans.
+another one does later. So they cause no deadlock. Before training and before each new plan, all ranks compare plans.
 
 No transport here waits so often. But a rank may wait for its whole device in any pass; with one hardware queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) all that is queued waits for the messages before it; and where shapes are not known
@@ -129,8 +129,8 @@ def _check_collectives(programs: Sequence[Program]) -> None:
     for number, collective in enumerate(zip_longest(*rows)):
         for rank, action in enumerate(collective):
             if action is None or collective[0] is None or action[::2] != collective[0][::2]:
-                found = [f"rank {r} posts {collective[r] or 'none'}" for r in (0, rank)]
-                raise ProgramError(f"collective {number}: {' and '.join(found)}")
+                posts = [f"rank {r} posts {collective[r] or 'none'}" for r in (0, rank)]
+                raise ProgramError(f"collective {number}: {' and '.join(posts)}")
     posted = Counter((action.op, action.microbatch) for action in rows[0])
     for op in sorted(expected):
         for m in range(programs[0].microbatches):
@@ -183,7 +183,7 @@ class _Posted(NamedTuple):
 
 
 class _Run:
-    """Follows the programs: each rank goes on until it must wait, and is woken when what it waits for is complete."""
+    """Simulation of the programs. A rank runs until it must wait, and goes on when what it waits for is complete."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
@@ -194,7 +194,7 @@ class _Run:
         self._stopped: dict[int, tuple[Action, _Posted]] = {}
 
     def to_the_end(self) -> None:
-        """Raises :class:`ProgramError` where ranks wait for each other."""
+        """Runs all programs; raises :class:`ProgramError` if ranks wait for each other."""
         ready = deque(range(len(self._programs)))
         while ready:
             ready.extend(self._advance(ready.popleft()))
@@ -202,7 +202,7 @@ class _Run:
             raise ProgramError(self._describe())
 
     def _advance(self, rank: int) -> list[int]:
-        """Follows ``rank`` until it stops; returns the ranks that this woke."""
+        """Runs ``rank`` until it must wait. Returns the ranks that can go on because of it."""
         actions, posted = self._programs[rank].actions, self._open[rank]
         woken: list[int] = []
         for index in range(self._next[rank], len(actions)):
@@ -219,7 +219,7 @@ class _Run:
         return woken
 
     def _post(self, rank: int, channel: Channel | None) -> list[int]:
-        """Posts the next message of ``channel`` or collective; wakes and returns the ranks that waited for it."""
+        """Posts the next message of ``channel`` or collective. Returns the ranks that waited for it and can go on."""
         posted = _Posted(channel, self._numbers[rank, channel])
         self._numbers[rank, channel] += 1
         self._ends[posted] += 1
@@ -243,7 +243,7 @@ class _Run:
         return next(rank for rank in self._ranks(posted) if self._numbers[rank, posted.channel] <= posted.number)
 
     def _describe(self) -> str:
-        """Follows who waits for whom until a rank comes up a second time."""
+        """Returns the circle of ranks that wait for each other, as a sentence."""
         rank = min(self._stopped)
         seen: list[int] = []
         while rank not in seen and rank in self._stopped:

@@ -33,23 +33,23 @@ from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import sweep
 from megatron.schedules.schedule.stage_costs import StageCosts
 
-# How many passes before its user a collective that needs no pass is posted.
+# A collective that needs no pass is posted this number of passes before its user.
 _AHEAD = 2
 
 
 def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program, ...]:
-    """Returns the program of every rank of ``schedule``, a valid one (:func:`.validation.validate`).
+    """Returns the program of every rank of ``schedule``.
 
-    The reduction of a stage's gradients starts once they are complete, after the send that follows. The embedding's
-    gradient of a microbatch is added just before that of the next arrives, the last at the very end. Time is linear in
-    the passes, but for sorts.
+    The reduction of a stage's gradients starts when they are complete, after the send that follows. The embedding's
+    gradient of a microbatch is added just before that of the next one arrives, and the last one at the very end. Except
+    for sorting, the time is linear in the number of passes.
 
     Args:
-        schedule: what is lowered; may be of forwards only.
-        costs: expected times of the passes; equal times where None.
+        schedule: a valid schedule (:func:`.validation.validate`). It may have forwards only.
+        costs: expected times of the passes; None for equal times.
 
     Raises:
-        ProgramError: a result is sent to a rank that never uses it.
+        ProgramError: if a result is sent to a rank that never uses it.
     """
     positions = _global_order(schedule, costs or Costs().on(schedule.placement))
     received, collectives = _receives(schedule, positions), _collectives(schedule, positions)
@@ -65,12 +65,12 @@ def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program,
 
 
 class _Post(NamedTuple):
-    """What a rank posts for later passes: a receive, or its end of a collective.
+    """A receive, or a rank's end of a collective, which the rank posts for later passes.
 
     Args:
-        position: in the global order, of the pass that makes the result; the last where several do.
-        turn: among those of one position: 0 for a receive.
-        action: what is posted.
+        position: position in the global order of the pass that makes the result; of the last one, if several do.
+        turn: order among posts with the same position; 0 for a receive.
+        action: action that is posted.
     """
 
     position: int
@@ -88,9 +88,9 @@ class _Collective(NamedTuple):
 
 
 def _global_order(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
-    """Returns for each rank the positions of its passes in the one order of all."""
+    """Returns the positions of each rank's passes in the global order."""
     swept = sweep(schedule, costs)
-    # Of equal times the first in turn: it may be what another waits for.
+    # Passes with equal end times keep the order of the sweep, because one may wait for another.
     passes = (
         (end, turn, rank)
         for rank in range(schedule.ranks)
@@ -103,16 +103,16 @@ def _global_order(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
 
 
 def _receives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[list[_Post]]:
-    """Returns for each rank its receives, in the order in which their results are made."""
+    """Returns the receives of each rank, in the order in which their results are made."""
     rank_of = schedule.placement.rank_of
-    found: list[list[_Post]] = [[] for _ in schedule.order]
+    by_rank: list[list[_Post]] = [[] for _ in schedule.order]
     for row, own in zip(schedule.order, positions, strict=True):
         for work, position in zip(row, own, strict=True):
             ends = _sent(work, rank_of)
             if ends is not None:
                 _, receive = ends
-                found[rank_of[receive.stage]].append(_Post(position, 0, receive))
-    return [sorted(posts) for posts in found]
+                by_rank[rank_of[receive.stage]].append(_Post(position, 0, receive))
+    return [sorted(posts) for posts in by_rank]
 
 
 def _collectives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[_Collective]:
@@ -140,7 +140,7 @@ def _collectives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list
 def _posts(
     schedule: Schedule, rank: int, receives: Sequence[_Post], collectives: Sequence[_Collective]
 ) -> Sequence[_Post]:
-    """Returns all that ``rank`` posts, in order, with the additions of the embedding's gradients between."""
+    """Returns all posts of ``rank`` in order, with the additions of the embedding's gradients between them."""
     stages = schedule.placement.stages_of(rank)
     own: list[_Post] = []
     add: Action | None = None
@@ -156,7 +156,7 @@ def _posts(
 
 
 def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
-    """Returns the send and the receive of the result of ``work``, where another rank needs it."""
+    """Returns the send and the receive of the result of ``work``; None if no other rank needs it."""
     result = KINDS[work.kind].makes
     if result is None:
         return None

@@ -1,4 +1,4 @@
-"""A program: what one rank does in a run, computing and messages, in order."""
+"""Program: the passes, messages and collectives of one rank, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.schedules.schedule.placement import Placement
 
 
 class ProgramError(RuntimeError):
-    """A program that cannot be lowered, is unsound, or did not do what it says; names ranks and actions."""
+    """Error in a program: it cannot be lowered, would not end, or did not run as written. Names ranks and actions."""
 
 
 class Op(StrEnum):
@@ -48,7 +48,7 @@ class Op(StrEnum):
 
 
 class Message(NamedTuple):
-    """The ops at both ends of a message between stages, and how many stages further it goes."""
+    """Ops at both ends of a message between stages, and the step from the sender's stage to the receiver's."""
 
     send: Op
     receive: Op
@@ -64,7 +64,7 @@ MESSAGES: Mapping[Result, Message] = {
 SENDS_IN_FLIGHT = 2
 SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
 RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
-# What a pass takes that another stage made.
+# Result of another stage that each kind of pass takes.
 _TAKEN: Mapping[Kind | Op, Result] = {
     kind: result
     for kind, row in KINDS.items()
@@ -83,7 +83,7 @@ class Ranks(Enum):
     EVERY = "every rank"
 
     def include(self, stage: int, last_stage: int) -> bool:
-        """Whether they include the rank that writes the collective with ``stage``."""
+        """Returns whether the rank that writes the collective with ``stage`` takes part."""
         return self is Ranks.EVERY or stage == (0 if self is Ranks.FIRST else last_stage)
 
 
@@ -91,11 +91,11 @@ class Collective(NamedTuple):
     """One collective of all pipeline ranks, for one microbatch.
 
     Args:
-        chunk: with which of its stages a rank writes it: 0 for its first, -1 for its last.
-        made_by: kinds of passes, one of which computes a rank's part on the same stage; none where no pass does.
-        makers: the ranks that contribute a part.
-        used_by: passes, one of which takes the result on the same stage.
-        users: the ranks that get a result.
+        chunk: which of a rank's stages its action names: 0 for the first, -1 for the last.
+        made_by: kinds of passes. One of them computes the rank's part, on the same stage. Empty if no pass does.
+        makers: ranks that contribute a part.
+        used_by: kinds of passes. One of them takes the result, on the same stage.
+        users: ranks that get the result.
     """
 
     chunk: int
@@ -105,7 +105,7 @@ class Collective(NamedTuple):
     users: Ranks
 
 
-# Those of one position in the global order are posted in this order.
+# Collectives with the same position in the global order are posted in this order.
 COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.EMBED: Collective(0, (), Ranks.EVERY, (Kind.F,), Ranks.FIRST),
     Op.OUTPUT: Collective(-1, (Kind.F,), Ranks.LAST, (Kind.S,), Ranks.EVERY),
@@ -113,13 +113,13 @@ COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.WEIGH: Collective(-1, (Kind.I, Kind.B), Ranks.LAST, (Kind.T,), Ranks.EVERY),
     Op.EMBED_BACK: Collective(0, (Kind.I, Kind.B), Ranks.FIRST, (Op.ADD,), Ranks.EVERY),
 }
-# What adds to a stage's weight gradients, and the sort of gradients that its last occurrence completes.
+# Ops that add to a stage's weight gradients, and the sort of gradients that the last of them completes.
 ADDS_GRADIENTS: Mapping[Kind | Op, Kind | Op] = {Op.ADD: Op.ADD} | {**ENDS_GRADIENTS}
-_TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
+_TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, collective in COLLECTIVES.items() for user in collective.used_by}
 
 
 def computes(op: Kind | Op) -> bool:
-    """Whether ``op`` is work for the device: a pass, or an addition of gradients."""
+    """Returns whether ``op`` is work for the device: a pass, or an addition of gradients."""
     return isinstance(op, Kind) or op is Op.ADD
 
 
@@ -128,7 +128,7 @@ def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
     if not any(isinstance(op, Kind) and KINDS[op].of_ranks for op in present):
         return ()
     return tuple(
-        Op(op) for op, each in COLLECTIVES.items() if not each.made_by or any(kind in present for kind in each.made_by)
+        Op(op) for op, row in COLLECTIVES.items() if not row.made_by or any(kind in present for kind in row.made_by)
     )
 
 
@@ -148,11 +148,11 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a tensor on a rank until the pass or message that needs it takes it.
+    """Storage for a tensor on a rank until a pass or a message takes it.
 
     Args:
-        result: what it is: the result of another stage, or of a collective.
-        stage: the stage that uses it.
+        result: kind of the tensor: the result of another stage, or of a collective.
+        stage: stage that uses it.
         microbatch: its microbatch.
     """
 
@@ -204,11 +204,11 @@ class Instruction(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """The last of a stage's passes that add one sort of gradients.
+    """The last pass of a stage that adds one sort of gradients.
 
     Args:
-        passes_left: how many passes of the rank follow it, without copies.
-        later: the sorts that end later: W (or B), T, ``ADD``.
+        passes_left: number of the rank's passes that follow it, without copies.
+        later: sorts of gradients that are complete later: W (or B), T, ``ADD``.
     """
 
     passes_left: int
@@ -238,7 +238,7 @@ class Program:
     Args:
         rank: the pipeline rank.
         actions: its actions in order. A receive is posted and does not wait; the pass that uses it does.
-        placement: where the stages live.
+        placement: rank of each stage.
         microbatches: n.
     """
 
@@ -264,58 +264,59 @@ class Program:
         return self._passes_of(using(Resource.TO_HOST))
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        """Whether that backward is split into I and W."""
+        """Returns whether this backward is split into I and W."""
         return (stage, microbatch) in self._split
 
     def recomputes(self, stage: int, microbatch: int) -> bool:
-        """Whether an R comes between that forward and its backward."""
+        """Returns whether an R comes between this forward and its backward."""
         return (stage, microbatch) in self._recomputed
 
     def offloads(self, stage: int, microbatch: int) -> bool:
-        """Whether an O follows that forward, and an L comes before its backward."""
+        """Returns whether the activations of this forward are offloaded (O) and loaded back (L)."""
         return (stage, microbatch) in self._offloaded
 
     @property
     def has_recompute(self) -> bool:
-        """Whether there is any R."""
+        """True if the program has an R."""
         return bool(self._recomputed)
 
     @property
     def has_offload(self) -> bool:
-        """Whether there is any O."""
+        """True if the program has an O."""
         return bool(self._offloaded)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """The actions with their slots: a program is made once and run in every iteration."""
+        """Actions with their slots. They are computed once and run in every iteration."""
         return tuple(self.steps())
 
     def steps(self) -> Iterator[Instruction]:
-        """Yields the same one by one, for a single look at the programs of all ranks."""
+        """Yields the instructions one by one without storing them, for checks that read each only once."""
         last, present = self.placement.last_stage, {action.op for action in self.actions}
         for action in self.actions:
             yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
 
     @cached_property
     def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
-        """The last backward of weights, T and ``ADD`` of each stage with a ``REDUCE``, by kind, stage, microbatch."""
-        found: dict[tuple[Kind | Op, int, int], Ending] = {}
+        """The last W or B, T and ``ADD`` of each stage with a ``REDUCE``, by kind, stage and microbatch."""
+        endings: dict[tuple[Kind | Op, int, int], Ending] = {}
         seen: dict[int, frozenset[Kind | Op]] = {}
         left = 0
         for op, stage, microbatch, _ in reversed(self.actions):
             if op is Op.REDUCE:
                 seen[stage] = frozenset()
             elif stage in seen and op in ADDS_GRADIENTS and ADDS_GRADIENTS[op] not in seen[stage]:
-                found[op, stage, microbatch] = Ending(left, seen[stage])
+                endings[op, stage, microbatch] = Ending(left, seen[stage])
                 seen[stage] |= {ADDS_GRADIENTS[op]}
             left += op in COMPUTING
-        return found
+        return endings
 
     @cached_property
     def messages_held(self) -> int:
-        """The most messages in memory during a pass: posted and not yet used, and the last that were sent to each peer.
+        """The most messages in memory during a pass.
 
-        The result of a collective counts as a message.
+        They are those posted and not yet used, and the last ones sent to each peer. The result of a collective counts
+        as a message.
         """
         most = ahead = 0
         sent: Counter[int | None] = Counter()
@@ -330,14 +331,14 @@ class Program:
         return most
 
     def arrives(self, instruction: Instruction) -> bool:
-        """Whether a message or a collective brings what ``instruction`` needs."""
+        """Returns whether the input of ``instruction`` comes in a message or from a collective."""
         needed = instruction.needed
         if needed is None or instruction.action.op in SENDS:
             return False
         return isinstance(needed.result, Op) or self.sender(instruction) is not None
 
     def sender(self, instruction: Instruction) -> int | None:
-        """Returns the one other rank that sends what ``instruction`` needs; None where there is no such rank."""
+        """Returns the one other rank that sends the input of ``instruction``; None if there is none, or several."""
         if instruction.needed is None or instruction.action.op in SENDS:
             return None
         result, stage, _ = instruction.needed
@@ -351,14 +352,14 @@ class Program:
 
     @cached_property
     def _weights_after(self) -> Mapping[Action, Action]:
-        """Each pass that a W directly follows, and that W."""
+        """By pass, the W that directly follows it, if one does."""
         passes = [action for action in self.actions if action.op in COMPUTING]
         return {before: after for before, after in pairwise(passes) if after.op is Kind.W}
 
     def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
-        """Returns stage and microbatch of the W that directly follows that pass.
+        """Returns stage and microbatch of the W that directly follows this pass; None if something else follows.
 
-        None where something else follows, or the pass is the I of that W: before it the W has no operands.
+        None too if the pass is the I of this W, because the W has no operands before its I.
         """
         after = self._weights_after.get(Action(kind, stage, microbatch))
         if after is None or (kind is Kind.I and (stage, microbatch) == (after.stage, after.microbatch)):

@@ -97,7 +97,7 @@ class Drawing:
 
 def of_plans(timelines: Sequence[Timeline], caption: str, unit: str, microbatch_bytes: float = 0.0) -> Drawing:
     """Draws plans one below another, each with its name."""
-    shown = [View(title(each.schedule.name), each, microbatch_bytes=microbatch_bytes) for each in timelines]
+    shown = [View(title(timeline.schedule.name), timeline, microbatch_bytes=microbatch_bytes) for timeline in timelines]
     return Drawing(shown, " and ".join(view.label for view in shown), caption, unit)
 
 

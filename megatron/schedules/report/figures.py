@@ -100,9 +100,9 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
     )
 
 
-def above_itself(found: Iterable[Figures]) -> str:
+def above_itself(plans: Iterable[Figures]) -> str:
     """Explains why 1F1B uses more than 100 % of 1F1B's memory, if one of ``found`` does."""
-    if not any(each.name == "1f1b" and each.share > 1 + _EPSILON for each in found):
+    if not any(plan.name == "1f1b" and plan.share > 1 + _EPSILON for plan in plans):
         return ""
     return (
         "100 % of 1F1B's memory is what d microbatches hold in the layers of an average rank, d being the pipeline "

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron.schedules.utils.printable import amount, counted
 
-# Layers that offload a smaller part of their planned bytes are named. Estimates are closer than that. And how many
-# layers, or places, are named at most.
+# Layers that offload a smaller share of their planned bytes are named, because estimates are closer than that. At most
+# so many layers, or places in the code, are named.
 _FEW, _NAMED = 0.85, 4
 
 
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What the plan says of the call.
+    """Figures that the plan expects of the call.
 
     Args:
         splits: true if the schedule splits backwards.
@@ -73,8 +73,8 @@ def _about_linears(ranks: Sequence[Seen], *, splits: bool) -> str:
     every = sum((rank.linears for rank in ranks), Counter[str]())
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(every.items()))
     fusion = "on" if ranks[0].fused else "off"
-    found = f"{counted(every.total(), 'linear')} split the backward ({kinds or 'none'})"
-    return f"{found}; gradient accumulation fusion is {fusion}"
+    split = f"{counted(every.total(), 'linear')} split the backward ({kinds or 'none'})"
+    return f"{split}; gradient accumulation fusion is {fusion}"
 
 
 def _about_exceptions(ranks: Sequence[Seen]) -> Iterator[str]:
@@ -113,8 +113,8 @@ def _about_offload(ranks: Sequence[Seen], planned: Sequence[Sequence[float]] | N
     short = []
     for stage, forwards in by_stage.items():
         means = [sum(sizes) / len(forwards) for sizes in zip(*forwards, strict=True)]
-        each = enumerate(zip(means, planned[stage], strict=False))
-        short += [(wanted - mean, mean, layer, stage) for layer, (mean, wanted) in each if mean < _FEW * wanted]
+        layers = enumerate(zip(means, planned[stage], strict=False))
+        short += [(wanted - mean, mean, layer, stage) for layer, (mean, wanted) in layers if mean < _FEW * wanted]
     for stayed, mean, layer, stage in sorted(short, reverse=True)[:_NAMED]:
         yield (
             f"layer {layer} of stage {stage} offloaded {amount(mean)} of each microbatch, planned "

@@ -61,7 +61,7 @@ class Point(NamedTuple):
     bound: float
 
 
-class Found(NamedTuple):
+class Shortest(NamedTuple):
     """The shortest plan for a memory limit, and the share of its time that is idle or recompute."""
 
     memory: float
@@ -74,7 +74,7 @@ def draw_frontier(
     heading: str,
     caption: str,
     most: tuple[float, float],
-    saved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
+    saved: Mapping[str, Sequence[Shortest]] = MappingProxyType({}),
     unit: str = "microbatches",
 ) -> str:
     """Draws ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
@@ -93,22 +93,22 @@ def draw_frontier(
     """
     chart = _Chart(*most)
     chart.axes(unit)
-    plain = [Found(point.memory, point.bubble) for point in curve]
+    plain = [Shortest(point.memory, point.bubble) for point in curve]
     chart.bound(curve)
-    for look, found in {"curve": plain, **{look: [*plain, *found] for look, found in saved.items()}}.items():
-        chart.steps(look, lowest(found))
+    for look, points in {"curve": plain, **{look: [*plain, *points] for look, points in saved.items()}}.items():
+        chart.steps(look, lowest(points))
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
     height = _n(chart.words(heading, caption))
     return palette.document(_WIDTH, height, _n(_SIZE), heading, caption, _style(), chart.parts)
 
 
-def lowest(found: Sequence[Found]) -> list[Found]:
+def lowest(points: Sequence[Shortest]) -> list[Shortest]:
     """Returns the lowest result for each limit or a smaller one, by ascending memory."""
     best: dict[float, float] = {}
     least = math.inf
-    for memory, lost in sorted(found):
+    for memory, lost in sorted(points):
         best[memory] = least = min(least, lost)
-    return [Found(memory, lost) for memory, lost in best.items()]
+    return [Shortest(memory, lost) for memory, lost in best.items()]
 
 
 class _Chart:
@@ -142,12 +142,12 @@ class _Chart:
             self.looks.add("bound")
             self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
 
-    def steps(self, look: str, found: Sequence[Found]) -> None:
+    def steps(self, look: str, points: Sequence[Shortest]) -> None:
         """Draws a curve as steps, from the point where it enters the area."""
         inside = [
-            (self.x(each.memory), self.y(each.lost))
-            for each in found
-            if each.memory <= self.memory and each.lost <= self.bubble
+            (self.x(point.memory), self.y(point.lost))
+            for point in points
+            if point.memory <= self.memory and point.lost <= self.bubble
         ]
         path, level = "", float(_TOP)
         for (x, y), end in zip(inside, [*(x for x, _ in inside[1:]), _RIGHT], strict=False):
@@ -254,7 +254,7 @@ def _style() -> str:
         ".again{{stroke:{again}}}.offload{{stroke:{offload}}}"
     )
     names = ("faint", "ours", "other", "again", "offload")
-    light, dark = (scheme.format(*each[:3], **dict(zip(names, each[3:], strict=True))) for each in (_LIGHT, _DARK))
+    light, dark = (scheme.format(*hues[:3], **dict(zip(names, hues[3:], strict=True))) for hues in (_LIGHT, _DARK))
     return (
         ".head{font-size:15px;font-weight:700}.end{text-anchor:end}.middle{text-anchor:middle}path{fill:none}"
         ".curve,.again,.offload{stroke-width:2.2}.bound{stroke-width:1.3;stroke-dasharray:5 4}.other{stroke-width:1.5}"
@@ -273,18 +273,18 @@ def draw_comparison(rows: Sequence[Row], caption: str) -> str:
     Raises:
         PlanError: if none of them has a plan.
     """
-    found = {row.name: row.result for row in rows if isinstance(row.result, Figures)}
+    plans = {row.name: row.result for row in rows if isinstance(row.result, Figures)}
     without = {row.name: row.result for row in rows if isinstance(row.result, str)}
-    if not found:
+    if not plans:
         raise PlanError(f"no schedule can be drawn: {next(iter(without.values()), 'none was asked for')}")
-    marks = [Mark(title(name), "", each.peak, 1 - each.useful) for name, each in found.items()]
+    marks = [Mark(title(name), "", plan.peak, 1 - plan.useful) for name, plan in plans.items()]
     most = max(mark.memory for mark in marks), max(mark.bubble for mark in marks)
     said = [caption]
-    if any(each.recomputed for each in found.values()):
+    if any(plan.recomputed for plan in plans.values()):
         said.append("Recompute counts as bubble.")
     if without:
         said.append(f"Without a plan: {', '.join(map(title, without))}.")
-    memory, bubble = (_BEYOND * each or 1.0 for each in most)
-    one = max(each.microbatch_bytes for each in found.values())
+    memory, bubble = (_BEYOND * value or 1.0 for value in most)
+    one = max(plan.microbatch_bytes for plan in plans.values())
     unit = f"microbatches of {amount(one)}" if one else "microbatches"
     return draw_frontier((), marks, "Bubble against activation memory", " ".join(said), (memory, bubble), unit=unit)

@@ -46,7 +46,7 @@ class Gap(NamedTuple):
         start, end: times.
         phase: phase of the rank.
         waits: parts, whose times add up to the gap.
-        needed: the last pass to end of those that the next one needs, by rank and index in its row.
+        needed: rank, and index in its row, of the pass that ends last among those that the next pass needs.
     """
 
     at: int
@@ -80,11 +80,11 @@ class Idle:
     @property
     def for_ranks(self) -> list[tuple[int, float]]:
         """Ranks for whose passes and messages this rank waited, with the times; the longest first."""
-        found: dict[int, float] = {}
+        times: dict[int, float] = {}
         for (cause, rank), time in self.causes.items():
             if cause in (Cause.PASS, Cause.MESSAGE) and time > 0:
-                found[rank] = found.get(rank, 0.0) + time
-        return sorted(found.items(), key=lambda each: (-each[1], each[0]))
+                times[rank] = times.get(rank, 0.0) + time
+        return sorted(times.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
 def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
@@ -101,14 +101,14 @@ def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
     return tuple(tuple(_gaps_of(timeline, rank, ended)) for rank in range(timeline.schedule.ranks))
 
 
-def idle(timeline: Timeline, found: Sequence[Sequence[Gap]] | None = None) -> tuple[Idle, ...]:
+def idle(timeline: Timeline, known: Sequence[Sequence[Gap]] | None = None) -> tuple[Idle, ...]:
     """Sums up the idle time of every rank. Its mean is the bubble ratio times the iteration time.
 
     Args:
         timeline: planned or measured.
-        found: its :func:`gaps`, if already known.
+        known: its :func:`gaps`, if already computed.
     """
-    return tuple(_idle_of(rank, each) for rank, each in enumerate(gaps(timeline) if found is None else found))
+    return tuple(_idle_of(rank, row) for rank, row in enumerate(gaps(timeline) if known is None else known))
 
 
 def phases(row: Sequence[Pass]) -> tuple[int, int]:
@@ -118,10 +118,10 @@ def phases(row: Sequence[Pass]) -> tuple[int, int]:
     return first, last
 
 
-def _idle_of(rank: int, found: Sequence[Gap]) -> Idle:
+def _idle_of(rank: int, row: Sequence[Gap]) -> Idle:
     by_phase = dict.fromkeys(Phase, 0.0)
     by_cause: dict[tuple[Cause, int], float] = {}
-    for gap in found:
+    for gap in row:
         by_phase[gap.phase] += gap.end - gap.start
         for cause, whose, time in gap.waits:
             by_cause[cause, whose] = by_cause.get((cause, whose), 0.0) + time
@@ -147,14 +147,14 @@ class _Ended:
     def last(self, work: Pass) -> tuple[float, float, tuple[int, int]] | None:
         """Returns end, latency and position of the pass on another rank that ``work`` needs and that arrives last."""
         stage, kind, m = work
-        found: tuple[float, float, tuple[int, int]] | None = None
+        latest: tuple[float, float, tuple[int, int]] | None = None
         for source, base in self._needs[stage, kind]:
             at = self.where.get(base + m)
             if at is not None:
                 end, latency = self._end[at[0]][at[1]], self._latency(source, self._rank_of[stage])
-                if found is None or end + latency > found[0] + found[1]:
-                    found = end, latency, at
-        return found
+                if latest is None or end + latency > latest[0] + latest[1]:
+                    latest = end, latency, at
+        return latest
 
     def copied(self, rank: int, work: Pass) -> tuple[float, tuple[int, int]] | None:
         """Returns the end of the copy that ``work`` waits for, and the position of its pass."""
@@ -164,9 +164,9 @@ class _Ended:
         if KINDS[kind].resource is Resource.TO_HOST:
             waited = [work]
         else:
-            needed = [each for need in KINDS[kind].needs for each in need.kinds]
-            waited = [Pass(stage, each, m) for each in needed if KINDS[each].resource is Resource.FROM_HOST]
-        ends = [(copies[each], self.where[self._places[each.kind][stage] + m]) for each in waited if each in copies]
+            needed = [other for need in KINDS[kind].needs for other in need.kinds]
+            waited = [Pass(stage, other, m) for other in needed if KINDS[other].resource is Resource.FROM_HOST]
+        ends = [(copies[other], self.where[self._places[other.kind][stage] + m]) for other in waited if other in copies]
         return max(ends, default=None)
 
 

@@ -37,19 +37,19 @@ def as_text(ranks: Sequence[Rank]) -> str:
     """Returns a table with a row for each rank."""
     parts = [(name, "GiB") for name in (*ranks[0].parts, "together", "on host")]
     rows = [
-        [str(rank), "+".join(map(str, found.layers)), *map(gib, (*found.parts.values(), found.device, found.host))]
-        for rank, found in enumerate(ranks)
+        [str(rank), "+".join(map(str, memory.layers)), *map(gib, (*memory.parts.values(), memory.device, memory.host))]
+        for rank, memory in enumerate(ranks)
     ]
     return aligned([("rank", ""), ("layers", "by chunk"), *parts], rows)
 
 
-def verdict(rank: int, found: Rank, room: float) -> str:
+def verdict(rank: int, memory: Rank, room: float) -> str:
     """Says if the rank with the most memory fits, and which sort uses most of it."""
-    largest = max(found.parts, key=lambda part: found.parts[part])
-    fits, apart = found.device <= usable(room), abs(usable(room) - found.device)
+    largest = max(memory.parts, key=lambda part: memory.parts[part])
+    fits, apart = memory.device <= usable(room), abs(usable(room) - memory.device)
     said = f"{gib(apart)} GiB {'are left' if fits else 'too much'}"
     return (
         f"{'fits' if fits else 'does not fit'} {gib(room)} GiB, of which plans use {100 * (1 - RESERVED):.0f} %, "
-        f"{gib(usable(room))} GiB: rank {rank} holds most, {gib(found.device)} GiB, "
-        f"{said}; {gib(found.parts[largest])} GiB of it are {largest}"
+        f"{gib(usable(room))} GiB: rank {rank} holds most, {gib(memory.device)} GiB, "
+        f"{said}; {gib(memory.parts[largest])} GiB of it are {largest}"
     )

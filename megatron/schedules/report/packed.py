@@ -61,8 +61,8 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
     - ``turns``: end of warm-up and start of cool-down.
     """
     timeline = view.timeline
-    found = [lanes(timeline, rank) for rank in range(timeline.schedule.ranks)]
-    items = [lane for rank in found for lane in rank]
+    by_rank = [lanes(timeline, rank) for rank in range(timeline.schedule.ranks)]
+    items = [lane for rank in by_rank for lane in rank]
     rows = running([len(lane) for lane in items])
     times = [_ticks(lane, until) for lane in items]
     works = [work for lane in items for work, *_ in lane]
@@ -70,7 +70,7 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
     return {
         "label": view.label,
         "ranks": timeline.schedule.ranks,
-        "lanes": len(found[0]),
+        "lanes": len(by_rank[0]),
         "chunks": timeline.schedule.placement.chunks,
         "rankOf": list(timeline.schedule.placement.rank_of),
         "chunkOf": [timeline.schedule.placement.chunk_of(s) for s in range(timeline.schedule.placement.stages)],
@@ -93,13 +93,13 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
 
 def _ticks(lane: Lane, until: float) -> list[tuple[int, int]]:
     """Returns each pass's distance from the previous one, and its length; small overlaps are removed."""
-    found, free = [], 0
+    ticks, free = [], 0
     for _, start, end in lane:
         begun = max(free, round(start / until * TICKS))
         over = max(begun, round(end / until * TICKS))
-        found.append((begun - free, over - begun))
+        ticks.append((begun - free, over - begun))
         free = over
-    return found
+    return ticks
 
 
 def _stepped(steps: Sequence[tuple[float, float]], until: float) -> list[tuple[int, float]]:

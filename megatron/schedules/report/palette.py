@@ -22,14 +22,14 @@ def width(text: str, size: float) -> float:
 
 def lines(text: str, size: float, room: float) -> list[str]:
     """Breaks ``text`` into lines no wider than ``room``. A single wider word is a line of its own."""
-    found: list[str] = []
+    rows: list[str] = []
     for word in text.split():
-        longer = f"{found[-1]} {word}" if found else ""
+        longer = f"{rows[-1]} {word}" if rows else ""
         if longer and width(longer, size) <= room:
-            found[-1] = longer
+            rows[-1] = longer
         else:
-            found.append(word)
-    return found
+            rows.append(word)
+    return rows
 
 
 def markup(text: str) -> str:

@@ -13,20 +13,24 @@ _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
 
 def as_text(profile: JobProfile, recorded: Recorded) -> str:
-    """Returns a table of the kinds of passes, then latencies, bytes and the bubble; without a final line end.
+    """Returns a table of the kinds of passes, then latencies, bytes and the bubble, as log lines.
 
     The spread is the 90th less the 10th percentile of a stage's passes, over their median.
     """
     first, last = profile.iterations
     replicas = f", {profile.replicas} ranks for each stage" if profile.replicas > 1 else ""
-    rows = [_HEADINGS, *(_row(profile, kind) for kind in KINDS if _each(profile, kind) and not _assumed(profile, kind))]
+    rows = [
+        _HEADINGS,
+        *(_row(profile, kind) for kind in KINDS if _by_stage(profile, kind) and not _assumed(profile, kind)),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    head = f"pipeline schedule {profile.schedule}, as measured in iterations {first}-{last}{replicas}"
-    return "\n".join([head, *lines, _others(profile), _bubbles(recorded)])
+    head = f"{profile.schedule} in iterations {first}-{last}{replicas}"
+    said = [head, *lines, _others(profile), _bubbles(recorded)]
+    return "\n".join(f"pipeline schedule: measured: {line}" for line in said)
 
 
-def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
+def _by_stage(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
     return {at: stage.times[kind] for at, stage in enumerate(profile.stages) if kind in stage.times}
 
 
@@ -36,13 +40,13 @@ def _assumed(profile: JobProfile, kind: Kind) -> bool:
 
 
 def _row(profile: JobProfile, kind: Kind) -> tuple[str, ...]:
-    found = _each(profile, kind)
-    quickest, slowest = (pick(found, key=lambda stage: found[stage].median) for pick in (min, max))
-    spread = max((each.high - each.low) / each.median for each in found.values() if each.median) if found else 0.0
+    stages = _by_stage(profile, kind)
+    quickest, slowest = (pick(stages, key=lambda stage: stages[stage].median) for pick in (min, max))
+    spread = max(((times.high - times.low) / times.median for times in stages.values() if times.median), default=0.0)
     return (
         f"{kind} ({KINDS[kind].meaning})",
-        f"{statistics.median(each.median for each in found.values()):.3g}",
-        *(f"{found[stage].median:.3g} (stage {stage})" for stage in (quickest, slowest)),
+        f"{statistics.median(times.median for times in stages.values()):.3g}",
+        *(f"{stages[stage].median:.3g} (stage {stage})" for stage in (quickest, slowest)),
         percent(spread, 0),
     )
 

@@ -63,8 +63,8 @@ def draw_svg(
         microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
     sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, unit)
-    for timeline, found, label in zip(timelines, sheet.found, labels or [""] * len(timelines), strict=True):
-        sheet.section(timeline, found, label)
+    for timeline, result, label in zip(timelines, sheet.results, labels or [""] * len(timelines), strict=True):
+        sheet.section(timeline, result, label)
     sheet.axis()
     sheet.legend()
     sheet.caption(caption)
@@ -118,7 +118,7 @@ class _Cells:
             yield f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>'
         # Font size for the numbers of each row and look. If all are readable, one size is used.
         largest = {row: (min(width for _, width, _ in cells) - 1) / self._wide for row, cells in self._numbers.items()}
-        size = min([self._size, *(each for each in largest.values() if each >= _READABLE)])
+        size = min([self._size, *(fitting for fitting in largest.values() if fitting >= _READABLE)])
         labels: dict[str, list[str]] = {}
         for (middle, look), cells in self._numbers.items() if size >= _READABLE else ():
             if largest[middle, look] >= size:
@@ -127,15 +127,15 @@ class _Cells:
                     for left, width, microbatch in cells
                 )
         self._sheet.numbered |= bool(labels)
-        for colour, each in labels.items():
-            yield f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(each)}</g>'
+        for colour, texts in labels.items():
+            yield f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(texts)}</g>'
 
 
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is the next free position."""
 
-    def __init__(self, found: list[Figures], timelines: Sequence[Timeline], unit: str) -> None:
-        self.found, self.unit = found, unit
+    def __init__(self, results: list[Figures], timelines: Sequence[Timeline], unit: str) -> None:
+        self.results, self.unit = results, unit
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
@@ -145,19 +145,19 @@ class _Sheet:
         self.looks: dict[_Look, palette.Rgb] = {}
         self.numbered = False
 
-    def section(self, timeline: Timeline, found: Figures, label: str) -> None:
+    def section(self, timeline: Timeline, result: Figures, label: str) -> None:
         """Draws the heading, a row for each rank, and the memory of the worst rank."""
-        shares = [amount(found.peak_bytes)] * (found.peak_bytes > 0)
-        shares += [f"{percent(found.share, 1)} of 1F1B's"] * (found.name != "1f1b")
-        held = microbatches(found.peak) + (f" ({', '.join(shares)})" if shares else "")
-        name, savings = f"{title(found.name)} {label}".rstrip(), _savings(found)
+        shares = [amount(result.peak_bytes)] * (result.peak_bytes > 0)
+        shares += [f"{percent(result.share, 1)} of 1F1B's"] * (result.name != "1f1b")
+        held = microbatches(result.peak) + (f" ({', '.join(shares)})" if shares else "")
+        name, savings = f"{title(result.name)} {label}".rstrip(), _savings(result)
         heading = (
             f'<tspan class="name">{markup(name)}</tspan>'
             f'<tspan class="faint" dx="12">bubble</tspan>'
-            f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
+            f'<tspan class="figure" dx="5">{percent(result.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">{held}</tspan>'
         )
-        said = " ".join(["bubble 00.0 %  activation memory", held, *(f"{what}  00.0 %" for what, _ in found.savings)])
+        said = " ".join(["bubble 00.0 %  activation memory", held, *(f"{what}  00.0 %" for what, _ in result.savings)])
         if _BOLD * (width(name, 16) + width(said, 13)) > _WIDTH - 2 * _MARGIN and savings:
             self.text(_MARGIN, self.y + 18, heading, "head")
             self.y += 20
@@ -166,7 +166,7 @@ class _Sheet:
         self.y += _HEADING
         self.rows(timeline)
         self.y += 8
-        self.curve(timeline, found.worst, found.peak)
+        self.curve(timeline, result.worst, result.peak)
         self.y += _GAP
 
     def rows(self, timeline: Timeline) -> None:
@@ -261,7 +261,7 @@ class _Sheet:
     def caption(self, caption: str) -> None:
         """Draws the caption and the meaning of the numbers, in as many lines as needed."""
         caption += " Numbers in cells are microbatches." * self.numbered
-        for line in lines(f"{caption} {above_itself(self.found)}", _SIZE, _WIDTH - _LEFT - _RIGHT):
+        for line in lines(f"{caption} {above_itself(self.results)}", _SIZE, _WIDTH - _LEFT - _RIGHT):
             self.text(_LEFT, self.y + 10, markup(line), "faint")
             self.y += 20
 
@@ -276,12 +276,12 @@ class _Sheet:
     def finished(self) -> str:
         """Returns the whole document."""
         height = _n(self.y + _MARGIN - 8)
-        heading = " and ".join(dict.fromkeys(title(each.name) for each in self.found))
+        heading = " and ".join(dict.fromkeys(title(plan.name) for plan in self.results))
         described = "; ".join(
-            f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
-            f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"
-            + "".join(f", {name} {percent(share, 1)}" for name, share in each.savings)
-            for each in self.found
+            f"{title(plan.name)} on {counted(plan.ranks, 'rank')} with {counted(plan.microbatches, 'microbatch')}: "
+            f"bubble {percent(plan.bubble, 1)}, activation memory {percent(plan.share, 1)} of 1F1B"
+            + "".join(f", {name} {percent(share, 1)}" for name, share in plan.savings)
+            for plan in self.results
         )
         return palette.document(_WIDTH, height, f"{_SIZE}", heading, described, self.style(), self.parts)
 
@@ -296,11 +296,11 @@ class _Sheet:
         )
 
 
-def _savings(found: Figures) -> str:
+def _savings(result: Figures) -> str:
     """Returns recompute and copies for the heading."""
     return "".join(
         f'<tspan class="faint" dx="9">{name}</tspan><tspan class="figure" dx="5">{percent(share, 1)}</tspan>'
-        for name, share in found.savings
+        for name, share in result.savings
     )
 
 

@@ -70,7 +70,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table; short rows are filled up."""
+    """Returns a Markdown table. Short rows are filled with empty cells."""
     heads = [" ".join(heading).strip() for heading in headings]
     rows = [[cell.replace("|", "\\|") for cell in row] + [""] * (len(heads) - len(row)) for row in cells]
     lines = ["| --- |" + " ---: |" * (len(heads) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
@@ -97,28 +97,28 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Returns one mapping per row; one without figures has only ``schedule`` and ``reason``."""
     records: list[dict[str, object]] = []
     for row in rows:
-        found = row.result
-        if isinstance(found, str):
-            records.append({"schedule": row.name, "reason": one_line(found)})
+        result = row.result
+        if isinstance(result, str):
+            records.append({"schedule": row.name, "reason": one_line(result)})
         else:
             records.append(
                 {
                     "schedule": row.name,
-                    "bubble": found.bubble,
-                    "span_bubble": found.span_bubble,
-                    "peak_memory": found.peak,
-                    "memory_of_1f1b": found.share,
-                    "chunks": found.chunks,
+                    "bubble": result.bubble,
+                    "span_bubble": result.span_bubble,
+                    "peak_memory": result.peak,
+                    "memory_of_1f1b": result.share,
+                    "chunks": result.chunks,
                     **({"layers": row.layers} if row.layers else {}),
                     "throughput_of_1f1b": row.throughput,
-                    "makespan": found.makespan,
-                    "recomputed": found.recomputed,
-                    "useful": found.useful,
-                    "copying": found.copying,
-                    **({"hidden": found.hidden, "exposed": found.exposed} if found.has_messages else {}),
+                    "makespan": result.makespan,
+                    "recomputed": result.recomputed,
+                    "useful": result.useful,
+                    "copying": result.copying,
+                    **({"hidden": result.hidden, "exposed": result.exposed} if result.has_messages else {}),
                     **{f"{part}_bytes": held for part, held in row.memory.items()},
                     **({} if row.fits is None else {"fits": row.fits}),
-                    **({"peak_memory_bytes": found.peak_bytes} if found.peak_bytes else {}),
+                    **({"peak_memory_bytes": result.peak_bytes} if result.peak_bytes else {}),
                 }
             )
     return records
@@ -132,36 +132,36 @@ def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[st
     """Returns headings of two lines, and the cells below them; a row without figures has only its reason."""
     columns, cells = list(_columns(rows)), []
     for row in rows:
-        found = row.result
-        own = [one_line(found)] if isinstance(found, str) else [cell(row, found) for _, cell in columns]
+        result = row.result
+        own = [one_line(result)] if isinstance(result, str) else [cell(row, result) for _, cell in columns]
         cells.append([printable_name(row.name), *own])
     return [("schedule", ""), *(heading for heading, _ in columns)], cells
 
 
 def _columns(rows: Sequence[Row]) -> Iterator[_Column]:
     """Yields the columns after the schedule's name; most of the later ones only if any row has them."""
-    found = [row.result for row in rows if not isinstance(row.result, str)]
+    plans = [row.result for row in rows if not isinstance(row.result, str)]
     parts = dict.fromkeys(part for row in rows for part in row.memory)
-    yield ("bubble", ""), lambda row, each: percent(each.bubble)
-    yield ("span bubble", ""), lambda row, each: percent(each.span_bubble)
-    yield ("peak memory", "microbatches"), lambda row, each: number(each.peak)
-    if not parts and any(each.peak_bytes for each in found):
-        yield ("peak memory", "GiB"), lambda row, each: gib(each.peak_bytes)
-    yield ("of 1F1B's", "memory"), lambda row, each: percent(each.share, 1)
-    yield ("chunks", "a rank"), lambda row, each: str(each.chunks)
+    yield ("bubble", ""), lambda row, plan: percent(plan.bubble)
+    yield ("span bubble", ""), lambda row, plan: percent(plan.span_bubble)
+    yield ("peak memory", "microbatches"), lambda row, plan: number(plan.peak)
+    if not parts and any(plan.peak_bytes for plan in plans):
+        yield ("peak memory", "GiB"), lambda row, plan: gib(plan.peak_bytes)
+    yield ("of 1F1B's", "memory"), lambda row, plan: percent(plan.share, 1)
+    yield ("chunks", "a rank"), lambda row, plan: str(plan.chunks)
     if any(row.layers for row in rows):
-        yield ("layers", "a stage"), lambda row, each: row.layers
-    yield ("throughput", "to 1F1B's"), lambda row, each: "" if row.throughput is None else f"{row.throughput:.3f}"
-    if any(each.recomputed or each.copying for each in found):
-        yield ("recomputed", "of computing"), lambda row, each: percent(each.recomputed, 1)
-        yield ("copying", "of the time"), lambda row, each: percent(each.copying, 1)
-    if any(each.has_messages for each in found):
-        yield ("messages", "hidden"), lambda row, each: percent(each.hidden, 1)
-        yield ("messages", "exposed"), lambda row, each: percent(each.exposed, 1)
+        yield ("layers", "a stage"), lambda row, plan: row.layers
+    yield ("throughput", "to 1F1B's"), lambda row, plan: "" if row.throughput is None else f"{row.throughput:.3f}"
+    if any(plan.recomputed or plan.copying for plan in plans):
+        yield ("recomputed", "of computing"), lambda row, plan: percent(plan.recomputed, 1)
+        yield ("copying", "of the time"), lambda row, plan: percent(plan.copying, 1)
+    if any(plan.has_messages for plan in plans):
+        yield ("messages", "hidden"), lambda row, plan: percent(plan.hidden, 1)
+        yield ("messages", "exposed"), lambda row, plan: percent(plan.exposed, 1)
     for part in parts:
-        yield (part, "GiB"), lambda row, each, part=part: gib(row.memory[part])  # type: ignore[misc]
+        yield (part, "GiB"), lambda row, plan, part=part: gib(row.memory[part])  # type: ignore[misc]
     if any(row.fits is not None for row in rows):
-        yield ("fits", ""), lambda row, each: "yes" if row.fits else "no"
+        yield ("fits", ""), lambda row, plan: "yes" if row.fits else "no"
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -81,7 +81,7 @@ class _Frame:
         self.scale, self.cells = _scale(timelines, room / until)
         self.columns = math.ceil(until * self.scale - 1e-6)
 
-    def section(self, timeline: Timeline, found: Figures, label: str) -> Text:
+    def section(self, timeline: Timeline, result: Figures, label: str) -> Text:
         """Returns one timeline: heading, a row for each rank, the time axis, the figures."""
         schedule = timeline.schedule
         text = Text()
@@ -97,9 +97,9 @@ class _Frame:
             row, below = self._lane(timeline, computing)
             text.append_text(row)
             text.append("  ")
-            text.append(_bar(found.peaks[rank] / self.memory), Style(color="cyan" if self.colour else None))
-            size = f" ({amount(found.peaks[rank] * found.microbatch_bytes)})" if found.microbatch_bytes else ""
-            text.append(f" {number(found.peaks[rank])}{size}\n")
+            text.append(_bar(result.peaks[rank] / self.memory), Style(color="cyan" if self.colour else None))
+            size = f" ({amount(result.peaks[rank] * result.microbatch_bytes)})" if result.microbatch_bytes else ""
+            text.append(f" {number(result.peaks[rank])}{size}\n")
             if below is not None:
                 text.append(" " * self.gutter + below + "\n")
             for kinds, lane in zip(copied(timeline), copies, strict=True):
@@ -107,7 +107,7 @@ class _Frame:
                 text.append_text(self._lane(timeline, lane)[0])
                 text.append("\n")
         text.append(" " * self.gutter + self._axis() + "\n", Style(dim=True))
-        text.append(_summary(found))
+        text.append(_summary(result))
         return text
 
     def legend(self) -> Text:
@@ -235,25 +235,25 @@ def _bar(share: float) -> str:
     return bar.ljust(_BAR)
 
 
-def _summary(found: Figures) -> str:
-    why = above_itself([found])
+def _summary(result: Figures) -> str:
+    why = above_itself([result])
     return (
-        f"bubble       {percent(found.bubble)} (iteration time {number(found.makespan)})\n"
-        f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
-        f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
-        f"{percent(found.share, 1)} of 1F1B's {found.ranks}\n"
-        f"{_savings(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
+        f"bubble       {percent(result.bubble)} (iteration time {number(result.makespan)})\n"
+        f"span bubble  {percent(result.span_bubble)}, on the worst rank from its own first start\n"
+        f"peak memory  {microbatches(result.peak, result.microbatch_bytes)} of activations on rank {result.worst}, "
+        f"{percent(result.share, 1)} of 1F1B's {result.ranks}\n"
+        f"{_savings(result)}" + (f"{fill(why, _PAGE)}\n" if why else "")
     )
 
 
-def _savings(found: Figures) -> str:
+def _savings(result: Figures) -> str:
     recompute = (
-        f"recompute    {percent(found.recomputed)} of computing; without it {percent(found.useful)} of the time is "
+        f"recompute    {percent(result.recomputed)} of computing; without it {percent(result.useful)} of the time is "
         "useful\n"
     )
-    copies = f"copying      {percent(found.copying)} of the time on the busiest copy channel\n"
+    copies = f"copying      {percent(result.copying)} of the time on the busiest copy channel\n"
     messages = (
-        f"messages     {percent(found.hidden)} of the time hidden behind weight gradients, {percent(found.exposed)} "
+        f"messages     {percent(result.hidden)} of the time hidden behind weight gradients, {percent(result.exposed)} "
         "exposed\n"
     )
-    return recompute * (found.recomputed > 0) + copies * (found.copying > 0) + messages * found.has_messages
+    return recompute * (result.recomputed > 0) + copies * (result.copying > 0) + messages * result.has_messages

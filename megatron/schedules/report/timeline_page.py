@@ -38,7 +38,7 @@ def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: 
         unit: unit of time; empty if unknown.
     """
     style, script = _asset("timeline.css"), "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
-    found = [gaps(view.timeline) for view in shown]
+    every_gap = [gaps(view.timeline) for view in shown]
     until, packer = extent(shown), Packer()
     contents = {
         "unit": unit,
@@ -46,12 +46,12 @@ def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: 
         "ticks": TICKS,
         "kinds": [{"letter": kind.value, "meaning": row.meaning} for kind, row in KINDS.items()],
         "views": [
-            packed(view, until, each, packer) | _look(view, unit) for view, each in zip(shown, found, strict=True)
+            packed(view, until, rows, packer) | _look(view, unit) for view, rows in zip(shown, every_gap, strict=True)
         ],
     }
     tables = "".join(
-        _foldable(f"Idle time of each rank, {view.label}", idle_table(view.timeline, idle(view.timeline, each)), view)
-        for view, each in zip(shown, found, strict=True)
+        _foldable(f"Idle time of each rank, {view.label}", idle_table(view.timeline, idle(view.timeline, rows)), view)
+        for view, rows in zip(shown, every_gap, strict=True)
     )
     group = '<button id="group" title="g">by rank</button>' if len(shown) > 1 else ""
     return f"""<!doctype html>
@@ -119,8 +119,8 @@ def _look(view: View, unit: str) -> dict[str, Any]:
     return {
         "said": said,
         "fills": {
-            index: [[palette.hexadecimal(fill), palette.hexadecimal(palette.ink(fill))] for fill in each]
-            for index, each in fills.items()
+            index: [[palette.hexadecimal(fill), palette.hexadecimal(palette.ink(fill))] for fill in shades]
+            for index, shades in fills.items()
         },
     }
 
@@ -136,8 +136,8 @@ def _cards(shown: Sequence[View], unit: str) -> str:
     """
     cards = []
     for view in shown:
-        found = figures(view.timeline)
-        cards.append((f"Bubble, {view.label}", percent(found.bubble), f"of {_time(found.makespan, unit)}"))
+        plan = figures(view.timeline)
+        cards.append((f"Bubble, {view.label}", percent(plan.bubble), f"of {_time(plan.makespan, unit)}"))
     last = shown[-1]
     schedule, summed = last.timeline.schedule, iteration_of(last.timeline)
     slow = summed.slowest
@@ -179,18 +179,18 @@ def _foldable(heading: str, table: str, view: View) -> str:
     return f'<details><summary>{markup(heading)}</summary><div class="wide">{table}</div></details>'
 
 
-def idle_table(timeline: Timeline, found: Sequence[Idle]) -> str:
+def idle_table(timeline: Timeline, ranks: Sequence[Idle]) -> str:
     """Returns an HTML table with a row for each rank. Its last row is the mean, whose idle share is the bubble."""
-    whole, most = timeline.makespan, max(max(each.total for each in found), 1e-300)
-    causes = [cause for cause in Cause if any(each.of(cause) > 1e-9 * whole for each in found)]
+    whole, most = timeline.makespan, max(max(row.total for row in ranks), 1e-300)
+    causes = [cause for cause in Cause if any(row.of(cause) > 1e-9 * whole for row in ranks)]
     heads = ["rank", "idle", *Phase, *causes]
     head = "".join(f"<th>{_key(name)}{name}</th>" for name in heads)
     body = "".join(
-        f"<tr><td>{each.rank}</td>{_cells(_amounts(each, causes), whole)}<td>{_bar(each, most)}</td>"
-        f'<td class="words">{_whom(each, whole)}</td></tr>'
-        for each in found
+        f"<tr><td>{row.rank}</td>{_cells(_amounts(row, causes), whole)}<td>{_bar(row, most)}</td>"
+        f'<td class="words">{_whom(row, whole)}</td></tr>'
+        for row in ranks
     )
-    mean = [sum(each) / len(found) for each in zip(*(_amounts(each, causes) for each in found), strict=True)]
+    mean = [sum(column) / len(ranks) for column in zip(*(_amounts(row, causes) for row in ranks), strict=True)]
     return (
         f'<table><thead><tr>{head}<th class="words">by phase</th><th class="words">waits longest for</th></tr></thead>'
         f"<tbody>{body}</tbody><tfoot><tr><td>mean</td>{_cells(mean, whole)}<td></td><td></td></tr></tfoot></table>"
@@ -204,24 +204,24 @@ def _key(name: str) -> str:
     return f'<svg class="bar" width="14" height="9"><rect class="{_CLASSES[Phase(name)]}" width="9" height="9"/></svg>'
 
 
-def _amounts(each: Idle, causes: Sequence[Cause]) -> list[float]:
-    return [each.total, *each.phases.values(), *(each.of(cause) for cause in causes)]
+def _amounts(row: Idle, causes: Sequence[Cause]) -> list[float]:
+    return [row.total, *row.phases.values(), *(row.of(cause) for cause in causes)]
 
 
 def _cells(amounts: Sequence[float], whole: float) -> str:
     return "".join(f"<td>{percent(amount / whole + 0.0, 2)}</td>" for amount in amounts)
 
 
-def _bar(each: Idle, most: float) -> str:
+def _bar(row: Idle, most: float) -> str:
     """Returns a bar with the phases side by side."""
     left, parts = 0.0, []
-    for phase, time in each.phases.items():
+    for phase, time in row.phases.items():
         wide = max(0.0, time / most * _BAR)
         parts.append(f'<rect class="{_CLASSES[phase]}" x="{left:.1f}" width="{wide:.1f}" height="10"/>')
         left += wide
     return f'<svg class="bar" width="{_BAR}" height="10" aria-hidden="true">{"".join(parts)}</svg>'
 
 
-def _whom(each: Idle, whole: float) -> str:
-    named = [f"rank {rank} ({percent(time / whole, 1)})" for rank, time in each.for_ranks[:_MOST_RANKS]]
+def _whom(row: Idle, whole: float) -> str:
+    named = [f"rank {rank} ({percent(time / whole, 1)})" for rank, time in row.for_ranks[:_MOST_RANKS]]
     return ", ".join(named) or "nobody"

@@ -32,7 +32,7 @@ def draw_trace(shown: Sequence[View]) -> str:
 def _events(first: int, view: View) -> Iterator[Event]:
     """Yields the events of a view; its first process has number ``first``."""
     timeline = view.timeline
-    found = gaps(timeline)
+    by_rank = gaps(timeline)
     threads = ["computing", *(" and ".join(KINDS[kind].meaning for kind in kinds) for kinds in copied(timeline))]
     for rank in range(timeline.schedule.ranks):
         process = {"pid": first + rank + 1}
@@ -50,7 +50,7 @@ def _events(first: int, view: View) -> Iterator[Event]:
                 yield _complete(process | {"tid": thread}, str(work), KINDS[work.kind].meaning, start, end, row)
         yield _named(process | {"tid": _IDLE}, "thread_name", name="idle")
         yield _named(process | {"tid": _IDLE}, "thread_sort_index", sort_index=_IDLE)
-        for gap in found[rank]:
+        for gap in by_rank[rank]:
             yield from _waits(process | {"tid": _IDLE}, timeline, rank, gap)
         yield from _counters(process, view, rank)
 

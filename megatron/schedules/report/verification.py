@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from megatron.schedules.utils.printable import amount, counted
 
-# Differences are right up to this many times those of the reference from itself.
+# A difference is accepted up to this many times what the reference differs from itself.
 _BEYOND_NOISE = 4.0
 # A job whose gradients usually differ more than this from run to run cannot be verified.
 _TOO_NOISY = 0.05
-# Differences and hooks that are named at most, and below what a difference may come from another order of a sum.
+# Most differences and hooks that are named. A difference below the second number may come from another order of a sum.
 _NAMED, _ROUNDING = 4, 1e-4
 
 
@@ -60,27 +60,27 @@ class RankResult(NamedTuple):
 
     @property
     def usual_noise(self) -> float:
-        """By how much the reference's gradients usually differ from themselves, where they do."""
-        return median(each.noise for each in self.gradients) if self.gradients else 0.0
+        """Median noise of the gradients that differ; 0 if none does."""
+        return median(gradient.noise for gradient in self.gradients) if self.gradients else 0.0
 
     @property
     def faults(self) -> list[Difference]:
         """Gradients and loss that differ by more than the job's own kernels differ from run to run."""
         # A single small parameter may repeat itself by chance.
         least = self.usual_noise
-        found = [
-            each
-            for each in self.gradients
-            if not each.size <= _BEYOND_NOISE * max(each.noise, least)
-            and not (each.name in self.in_parts and each.size <= _ROUNDING)
+        faults = [
+            gradient
+            for gradient in self.gradients
+            if not gradient.size <= _BEYOND_NOISE * max(gradient.noise, least)
+            and not (gradient.name in self.in_parts and gradient.size <= _ROUNDING)
         ]
         loss = [] if self.loss is None else [self.loss]
-        return found + [each for each in loss if not each.size <= _BEYOND_NOISE * each.noise]
+        return faults + [value for value in loss if not value.size <= _BEYOND_NOISE * value.noise]
 
     @property
     def fired_more(self) -> list[tuple[str, int, int]]:
-        """Those of ``fired`` that no gradient in two parts explains."""
-        return [each for each in self.fired if each[0] not in self.in_parts or each[1] > 2 * each[2]]
+        """Entries of ``fired`` that a gradient in two parts does not explain."""
+        return [hook for hook in self.fired if hook[0] not in self.in_parts or hook[1] > 2 * hook[2]]
 
 
 def passed(ranks: Sequence[RankResult]) -> bool:
@@ -104,7 +104,7 @@ def lines(ranks: Sequence[RankResult], name: str, planned: float | None, *, spli
     else:
         yield f"{name} splits no backward: first iteration run twice as it is, which shows whether it repeats itself"
     compared = f"{counted(sum(rank.parameters for rank in ranks), 'parameter')} on {counted(len(ranks), 'rank')}"
-    yield from _compared("gradients", compared, [(rank.rank, each) for rank in ranks for each in rank.gradients])
+    yield from _compared("gradients", compared, [(rank.rank, value) for rank in ranks for value in rank.gradients])
     if infinite := sum(rank.infinite for rank in ranks):
         yield f"{'':14}{infinite} of them are not finite in both runs, which proves nothing of them"
     losses = [(rank.rank, rank.loss) for rank in ranks if rank.loss is not None]
@@ -122,9 +122,9 @@ def _compared(what: str, compared: str, differences: Sequence[tuple[int, Differe
         yield f"{what:14}{compared}: all equal to the bit"
         return
     yield f"{what:14}{compared}: {len(differences)} not equal to the bit"
-    for rank, each in sorted(differences, key=lambda pair: -pair[1].size)[:_NAMED]:
-        noise = f", the reference from itself by {each.noise:.1e}" if each.noise else ""
-        yield f"{'':14}{each.name} on rank {rank} differs by {each.size:.1e} of its norm{noise}"
+    for rank, value in sorted(differences, key=lambda pair: -pair[1].size)[:_NAMED]:
+        noise = f", the reference from itself by {value.noise:.1e}" if value.noise else ""
+        yield f"{'':14}{value.name} on rank {rank} differs by {value.size:.1e} of its norm{noise}"
 
 
 def _in_parts(ranks: Sequence[RankResult]) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _in_parts(ranks: Sequence[RankResult]) -> Iterator[str]:
 
 
 def _hooks(ranks: Sequence[RankResult]) -> Iterator[str]:
-    fired = [(each.rank, *found) for each in ranks for found in each.fired_more]
+    fired = [(result.rank, *hook) for result in ranks for hook in result.fired_more]
     for rank, name, times, expected in fired[:_NAMED]:
         yield f"{'hooks':14}{name} on rank {rank}: hooks fired {counted(times, 'time')} instead of {expected}"
 
@@ -154,13 +154,13 @@ def _memory(ranks: Sequence[RankResult], planned: float | None) -> str:
 def _verdict(ranks: Sequence[RankResult]) -> str:
     if passed(ranks):
         parts = {name for rank in ranks for name in rank.in_parts}
-        different = {each.name for rank in ranks for each in rank.gradients} | {"loss" for rank in ranks if rank.loss}
+        different = {value.name for rank in ranks for value in rank.gradients} | {"loss" for rank in ranks if rank.loss}
         why = _EQUAL if not different else _ORDER if different <= parts else _NOISY
         return f"right: {why} (exit status 0)"
-    faults = [each for rank in ranks for each in rank.faults]
+    faults = [fault for rank in ranks for fault in rank.faults]
     if any(rank.loss in faults for rank in ranks if rank.loss is not None):
         why = _OTHER_LOSS
-    elif faults and max(each.size for each in faults) < _ROUNDING:
+    elif faults and max(fault.size for fault in faults) < _ROUNDING:
         why = "the last digits differ: gradients are summed in another order"
     elif faults or any(rank.fired_more for rank in ranks):
         why = "report it with these lines (CONTRIBUTING.md)"

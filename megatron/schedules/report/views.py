@@ -13,7 +13,7 @@ from megatron.schedules.schedule.simulator import Copy, Timeline
 
 PLANNED, MEASURED = "planned", "measured"
 _COPYING = (Resource.TO_HOST, Resource.FROM_HOST)
-_KINDS = {each: [kind for kind, row in KINDS.items() if row.resource is each] for each in _COPYING}
+_KINDS = {channel: [kind for kind, row in KINDS.items() if row.resource is channel] for channel in _COPYING}
 Lane = Sequence[tuple[Pass, float, float]]
 """Passes with start and end, ascending, without those of no duration."""
 
@@ -56,7 +56,7 @@ def views(recorded: Recorded) -> tuple[View, View]:
 
 
 def scale(recorded: Recorded) -> float:
-    """Returns the milliseconds in a unit of the plan with which an average rank's computing time is that of the run."""
+    """Returns the milliseconds in a unit of the plan, so that an average rank computes as long in it as in the run."""
     return recorded.timeline.ideal / recorded.planned.ideal
 
 
@@ -100,8 +100,8 @@ def lanes(timeline: Timeline, rank: int) -> list[Lane]:
     """Returns the lanes of ``rank``, the computing lane first. All ranks have the same number."""
     order, copies = timeline.schedule.order[rank], timeline.copies[rank] if timeline.copies else ()
     computing = zip(order, timeline.start[rank], timeline.end[rank], strict=True)
-    channels = [[each for each in copies if each.work.kind in kinds] for kinds in copied(timeline)]
-    return [[each for each in lane if each[2] > each[1]] for lane in (computing, *channels)]
+    channels = [[copy for copy in copies if copy.work.kind in kinds] for kinds in copied(timeline)]
+    return [[span for span in lane if span[2] > span[1]] for lane in (computing, *channels)]
 
 
 def copied(timeline: Timeline) -> list[list[Kind]]:

@@ -104,7 +104,7 @@ class Climb:
     def follow(self, moves: Iterator[Move], rounds: float) -> tuple[int, int]:
         """Carries out as many ``moves`` as take ``rounds`` rounds. Returns the number of rounds and of moves.
 
-        More moves may be drawn than that.
+        More moves may be drawn than are carried out.
         """
         work, taken, done = compiled.work_for(self._tasks[0]), 0, 0
         while taken < rounds:
@@ -205,7 +205,7 @@ def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -
         nonlocal spent
         rounds = max(2.0, (budget - spent) / effort / (len(sizes) - part) / sizes[part])
         taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in climbs])
-        spent += sum(each * climb.problem.effort for each, climb in zip(taken, climbs, strict=True))
+        spent += sum(rounds_run * climb.problem.effort for rounds_run, climb in zip(taken, climbs, strict=True))
 
     return halved(fields, sizes, run), spent
 

@@ -78,7 +78,7 @@ def heappop(events: Queue) -> None:
 
 
 def _record(made: type[tuple[Any, ...]]) -> Any:
-    """Returns numpy's type of a named tuple ``made`` of numbers and of such named tuples."""
+    """Returns numpy's type of the named tuple ``made``. Its fields are numbers or such named tuples."""
     fields = get_type_hints(made).items()
     return np.dtype([(name, _record(kind) if hasattr(kind, "_fields") else kind) for name, kind in fields], align=True)
 
@@ -128,7 +128,7 @@ def arrays() -> tuple[Any, Any]:
 
 
 def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
-    """Returns numba's type of a named tuple ``made`` of ``fields``."""
+    """Returns numba's type of the named tuple ``made`` with fields of the types ``fields``."""
     import numba
 
     types: Any = numba.types

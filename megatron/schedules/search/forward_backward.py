@@ -46,22 +46,22 @@ def one_round(
     policy: Policy,
     backwards: bool,
     work: Work,
-    found: MutableSequence[int],
+    result: MutableSequence[int],
 ) -> float:
-    """List-schedules ``order`` into ``found``, which may be the same sequence. Returns the makespan.
+    """List-schedules ``order`` into ``result``, which may be the same sequence. Returns the makespan.
 
     With ``backwards``, time runs from the end to the beginning, so passes move towards the end. A W then takes what
     runs behind no message in ``order``. Forward, what runs behind messages follows from the choices.
     """
     set_left(both.forward, order, backwards, work.space.left, work.space.due)
     turned, size = both.turned, len(order)
-    tasks, target = (both.backward, work.base) if backwards else (both.forward, found)
+    tasks, target = (both.backward, work.base) if backwards else (both.forward, result)
     for at in range(size):
         target[at] = order[turned[at] if backwards else at]
     length = list_schedule(tasks, target, limits, policy, work.space, target)
     if backwards:
         for at in range(size):
-            found[at] = target[turned[at]]
+            result[at] = target[turned[at]]
     return length
 
 
@@ -75,7 +75,7 @@ def settle(
     most: int,
     worth: float,
     work: Work,
-    found: MutableSequence[int],
+    result: MutableSequence[int],
 ) -> tuple[float, int]:
     """Runs one round on ``order``, then rounds backward and forward while they gain (forward-backward improvement).
 
@@ -89,13 +89,13 @@ def settle(
         most: largest number of backward-forward pairs after that.
         worth: no more rounds if the makespan of the first is above this.
         work: working memory, overwritten.
-        found: resulting order, overwritten.
+        result: resulting order, overwritten.
 
     Returns:
-        The makespan of ``found`` and the number of rounds.
+        The makespan of ``result`` and the number of rounds.
     """
     # The only call of list scheduling: compiled code inlines it here once.
-    source, target, policy = order, found, first
+    source, target, policy = order, result, first
     rounds, shortest, reached = 0, 0.0, False
     while True:
         length = one_round(both, source, limits, policy, backwards, work, target)
@@ -106,10 +106,10 @@ def settle(
         if reached:
             if length > shortest - EPSILON:
                 return shortest, rounds
-            for at in range(len(found)):
-                found[at] = target[at]
+            for at in range(len(result)):
+                result[at] = target[at]
         reached, shortest = True, length
         if most == 0 or length > worth:
             return shortest, rounds
         most -= 1
-        source, target, policy, backwards = found, work.other, plain, True
+        source, target, policy, backwards = result, work.other, plain, True

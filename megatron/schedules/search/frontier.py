@@ -124,31 +124,31 @@ def frontier(
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
     best: Timeline | _Searched | None = None
-    found: dict[int, list[Climb]] = {}  # by placement, shortest first
+    climbs_of: dict[int, list[Climb]] = {}  # by placement, shortest first
     rungs: list[Rung] = []
     below = -math.inf
     for limit in asked:
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
         new = [timeline for timeline in named if below < timeline.limit <= limit + EPSILON]
-        best = min([*([best] if best else []), *new], key=lambda found: found.makespan, default=None)
+        best = min([*([best] if best else []), *new], key=lambda plan: plan.makespan, default=None)
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         spend = full * share[limit]
         progress(spend / work)
         if best is None or best.makespan > bound + EPSILON:  # otherwise the best is optimal
             fresh, spent = race([Entry(problem, [problem.order()]) for _, problem in fits], limit, spend * _FRESH, seed)
             for (index, _), climb in zip(fits, fresh, strict=True):
-                found[index] = sorted([*found.get(index, [])[:1], climb], key=_makespan)
-            shortest = min(found[index][0].makespan for index, _ in fits)
-            near = [(index, problem) for index, problem in fits if found[index][0].makespan <= _NEAR * shortest]
+                climbs_of[index] = sorted([*climbs_of.get(index, [])[:1], climb], key=_makespan)
+            shortest = min(climbs_of[index][0].makespan for index, _ in fits)
+            near = [(index, problem) for index, problem in fits if climbs_of[index][0].makespan <= _NEAR * shortest]
             entries = []
             for index, problem in near:
                 named_here = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
                 known = [order for order in named_here if problem.fits(order, limit)]
-                entries.append(Entry(problem, [*(climb.best for climb in found[index]), *known]))
+                entries.append(Entry(problem, [*(climb.best for climb in climbs_of[index]), *known]))
             climbs, _ = race(entries, limit, spend - spent, seed)
             for (index, problem), climb in zip(near, climbs, strict=True):
-                first = min(climb, *found[index], key=_makespan)
-                found[index] = [first]
+                first = min(climb, *climbs_of[index], key=_makespan)
+                climbs_of[index] = [first]
                 if best is None or first.makespan < best.makespan - EPSILON:
                     best = _Searched(problem, first.best, first.makespan)
         assert best is not None

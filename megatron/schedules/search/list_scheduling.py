@@ -189,11 +189,11 @@ def list_schedule(
     while True:
         now, rank = first_of(events)
         if rank < 0:
-            for each in range(ranks):
-                task = following[size + each]
+            for stuck in range(ranks):
+                task = following[size + stuck]
                 while task < size:  # tasks that never ran, so that the order is complete
-                    scheduled[place_of[each]] = task
-                    place_of[each] += 1
+                    scheduled[place_of[stuck]] = task
+                    place_of[stuck] += 1
                     task = following[task]
                     makespan = NEVER
             return makespan

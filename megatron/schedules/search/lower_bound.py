@@ -90,7 +90,7 @@ def _least_with_recompute(work: float, occupied: float, limit: float, spared: li
     """
     if limit <= 0:  # the parameters alone are too large
         return math.inf
-    for time, less in sorted((each for each in spared if each[1]), key=lambda each: each[0] / each[1]):
+    for time, less in sorted((pair for pair in spared if pair[1]), key=lambda pair: pair[0] / pair[1]):
         if work * limit >= occupied:
             break
         # Recompute as much of this stage as makes both bounds equal, at most all of it.

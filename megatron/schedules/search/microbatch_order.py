@@ -76,13 +76,13 @@ def search(
         The best climb; None if none of ``orders`` fits.
     """
     rules, running = Rules(threshold, _FAR * threshold, _INNER), []
-    for seed, each in enumerate(orders):
-        microbatches, passes = np.array(each), np.arange(len(sizes.place))
+    for seed, start in enumerate(orders):
+        microbatches, passes = np.array(start), np.arange(len(sizes.place))
         put(tasks.both, sizes, microbatches)
         if fits(tasks.both, limits, passes):
             policies = (Policy(lookahead, patience=patience) for patience in _START_PATIENCE)
             settled = [tasks.settled(passes, limits, policy) for policy in policies]
-            order, length, _ = min(settled, key=lambda found: round(found[1], 9))
+            order, length, _ = min(settled, key=lambda result: round(result[1], 9))
             running.append(Climb(tasks.both, limits, rules, order, seed, length, sizes, microbatches))
     parts = [size for size in _CLIMBS if size <= max(1, len(running))]
 

@@ -73,10 +73,10 @@ def improve(
         progress(taken / rounds)
         if reached < best - EPSILON:
             best_order, best = order, reached
-    found = replace(schedule, order=tasks.rows(best_order, passes))
-    if costs.has_messages and simulate(found, costs).makespan > simulate(schedule, costs).makespan:
+    improved = replace(schedule, order=tasks.rows(best_order, passes))
+    if costs.has_messages and simulate(improved, costs).makespan > simulate(schedule, costs).makespan:
         return schedule  # rounds do not know that a B keeps later weight gradients from running behind messages
-    return found
+    return improved
 
 
 @contextmanager
@@ -147,11 +147,11 @@ def merge_backward(timeline: Timeline) -> Schedule:
             start[places[kind][stage] + m] = at
     waiting = {
         (stage, kind): [
-            (places[each][other], costs.latency(rank_of[stage], rank_of[other]))
-            for other, each in found
+            (places[user][other], costs.latency(rank_of[stage], rank_of[other]))
+            for other, user in waiting_for
             if other != stage
         ]
-        for (stage, kind), found in followers(schedule.placement, everywhere(schedule.placement)).items()
+        for (stage, kind), waiting_for in followers(schedule.placement, everywhere(schedule.placement)).items()
     }
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []

@@ -86,7 +86,7 @@ class Problem:
             return np.arange(self.size)
         passes = [work for _, work in schedule.passes()]
         there = set(passes)
-        every = (each for work in passes for each in _with_saving(work, there))
+        every = (part for work in passes for part in _with_saving(work, there))
         order = np.array([self._number[work] for work in every if work in self._number])
         return self._tasks.weights_in_turn(order) if self.costs.has_messages else order
 
@@ -145,17 +145,17 @@ def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
     needs it.
     """
     stage, kind, m = work
-    before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _SAVING_AROUND[kind])
-    return [Pass(stage, each, m) for each in (*before, *(KINDS[kind].parts or (kind,)), *after)]
+    before, after = ([other for other in kinds if Pass(stage, other, m) not in there] for kinds in _SAVING_AROUND[kind])
+    return [Pass(stage, other, m) for other in (*before, *(KINDS[kind].parts or (kind,)), *after)]
 
 
 def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
     """Returns the R, O and L kinds that ``kind`` needs, and those that need ``kind`` and free memory."""
-    needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
-    gives = [each for each in SAVING if KINDS[each].gives]
+    needed = {other for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for other in need.kinds}
+    gives = [saver for saver in SAVING if KINDS[saver].gives]
     return (
-        [each for each in SAVING if each in needed],
-        [each for each in gives if any(kind in need.kinds for need in KINDS[each].needs)],
+        [saver for saver in SAVING if saver in needed],
+        [saver for saver in gives if any(kind in need.kinds for need in KINDS[saver].needs)],
     )
 
 

@@ -38,18 +38,18 @@ class Rounds:
             ValueError: if the policy is invalid, or ``order`` does not keep within ``limits``.
         """
         policy = sound(policy)
-        found, length, rounds = (self._in_machine_code if self._compiled else self._in_python)(
+        result, length, rounds = (self._in_machine_code if self._compiled else self._in_python)(
             order, limits, policy, backwards, most
         )
         if length >= NEVER:
             raise ValueError("the order cannot run within its limits")
-        return found, length, rounds
+        return result, length, rounds
 
     def _in_python(self, order: Any, limits: Any, policy: Policy, backwards: bool, most: int) -> tuple[Any, float, int]:
-        work, found = work_for(self.both)
+        work, result = work_for(self.both)
         plain = policy._replace(noise=0.0)
-        ends = settle(self.both, list(order), list(limits), policy, plain, backwards, most, math.inf, work, found)
-        return found, *ends
+        ends = settle(self.both, list(order), list(limits), policy, plain, backwards, most, math.inf, work, result)
+        return result, *ends
 
     def _in_machine_code(
         self, order: Any, limits: Any, policy: Policy, backwards: bool, most: int
@@ -60,11 +60,11 @@ class Rounds:
         from megatron.schedules.search import compiled
         from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules
 
-        found = Orders(NONE, np.array(order, np.int64))
+        result = Orders(NONE, np.array(order, np.int64))
         tasks = self.both, np.asarray(limits, np.float64), ALIKE, Rules(math.inf, math.inf, most)
         move, work = compiled.records([Move(policy, backwards)]), compiled.work_for(self.both)
-        length, _, rounds, _ = compiled.compiled_climb()(*tasks, move, 1.0, work, found, math.inf, found, math.inf)
-        return found.passes, length, rounds
+        length, _, rounds, _ = compiled.compiled_climb()(*tasks, move, 1.0, work, result, math.inf, result, math.inf)
+        return result.passes, length, rounds
 
     def under(self, times: Any, changes: Any, messages: Any) -> Rounds:
         """Returns the same rounds, compiled, with other times, changes of memory and messages of experts."""
@@ -83,5 +83,5 @@ class Rounds:
 
 def work_for(both: Both) -> tuple[Work, list[int]]:
     """Allocates the lists that :func:`.settle` writes, and one for the resulting order."""
-    base, other, found = ([0] * len(both.turned) for _ in range(3))
-    return Work(space_for(both.forward), base, other), found
+    base, other, result = ([0] * len(both.turned) for _ in range(3))
+    return Work(space_for(both.forward), base, other), result

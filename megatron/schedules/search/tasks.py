@@ -149,7 +149,7 @@ class Tasks:
     @cached_property
     def both(self) -> Both:
         """Both directions of time in lists, which Python reads fastest; equal numbers are one object."""
-        forward, backward = (Instance(*map(_shared, each._fields)) for each in (self, self.reversed()))
+        forward, backward = (Instance(*map(_shared, direction._fields)) for direction in (self, self.reversed()))
         return Both(forward, backward, self.reversed_order(range(len(self.rank))).tolist())
 
     @cached_property
@@ -158,8 +158,8 @@ class Tasks:
         import numpy as np
 
         def instance(tasks: Tasks) -> Instance:
-            found: list[Any] = [np.asarray(each) for each in tasks._fields]
-            return Instance(*(each.view(np.bool_) if each.dtype == np.int8 else each for each in found))
+            columns: list[Any] = [np.asarray(column) for column in tasks._fields]
+            return Instance(*(column.view(np.bool_) if column.dtype == np.int8 else column for column in columns))
 
         turned: Any = np.asarray(self.reversed_order(range(len(self.rank))))
         return Both(instance(self), instance(self.reversed()), turned)
@@ -234,7 +234,7 @@ def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
     for work in number:
         if work.kind in saving:
             around = (work.kind, Kind.I, Kind.W) if KINDS[work.kind].takes else (Kind.F, work.kind)
-            chain = [number[each] for kind in around if (each := work._replace(kind=kind)) in number]
+            chain = [number[related] for kind in around if (related := work._replace(kind=kind)) in number]
             for task, other in pairwise(chain):
                 returns[task] = other
     return returns
@@ -272,13 +272,13 @@ def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Li
     completed = _completed_before(schedule) if costs.loads is not None else {}
     for index, (stage, kind, m) in enumerate(passes):
         for place, delay in needed[kind][stage]:
-            found = number[place + m]
-            if found is not None:
-                tasks.append(found)
+            other = number[place + m]
+            if other is not None:
+                tasks.append(other)
                 delays.append(delay)
         if costs.loads is not None:
             last = number[places[kind][stage] + m - 1] if m else None
-            own = [each for each in (last, completed.get(index)) if each is not None]
+            own = [task for task in (last, completed.get(index)) if task is not None]
             tasks.extend(own)
             delays.extend([0.0] * len(own))
         start.append(len(tasks))
@@ -287,8 +287,8 @@ def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Li
 
 def _completed_before(schedule: Schedule) -> dict[int, int]:
     """For each pass that completes the gradients of a stage, finds the previous such pass on its rank; by number."""
-    found: dict[int, int] = {}
+    previous: dict[int, int] = {}
     for first, row in zip(accumulate(map(len, schedule.order), initial=0), schedule.order, strict=False):
         completing = sorted(first + index for index in gradients_complete(row).values())
-        found |= {later: earlier for earlier, later in pairwise(completing)}
-    return found
+        previous |= {later: earlier for earlier, later in pairwise(completing)}
+    return previous

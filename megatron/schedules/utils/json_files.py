@@ -74,12 +74,12 @@ def check_version(text: str, *known: int, gone: Mapping[int, str] | None = None)
         known: versions that are read.
         gone: what files of earlier versions are, by version.
     """
-    found = decode(text, _Version).version
-    if gone and found in gone:
-        raise PlanError(f"it is {gone[found]} (version {found}), which is no longer read: measure again")
-    if found not in known:
-        raise PlanError(f"$.version is version {found}, and {' or '.join(map(str, known))} is read here")
-    return found
+    number = decode(text, _Version).version
+    if gone and number in gone:
+        raise PlanError(f"it is {gone[number]} (version {number}), which is no longer read: measure again")
+    if number not in known:
+        raise PlanError(f"$.version is version {number}, and {' or '.join(map(str, known))} is read here")
+    return number
 
 
 def decode[Read](text: str, form: type[Read]) -> Read:
@@ -124,14 +124,14 @@ def check_length(values: Sequence[Any], length: int, at: str, of: str) -> None:
 
 def read_latencies(latencies: Iterable[LinkLatency], ranks: int, at: str) -> dict[tuple[int, int], float]:
     """Returns latencies by pair of ranks; raises :class:`.PlanError` for invalid ranks and for duplicate pairs."""
-    found: dict[tuple[int, int], float] = {}
+    by_ranks: dict[tuple[int, int], float] = {}
     for index, (source, to, latency) in enumerate(latencies):
         if max(source, to) >= ranks or source == to:
             raise PlanError(f"{at}[{index}] must be between two of {ranks} ranks, not from {source} to {to}")
-        if (source, to) in found:
+        if (source, to) in by_ranks:
             raise PlanError(f"{at}[{index}] is from rank {source} to {to}, as one before it is")
-        found[source, to] = latency
-    return found
+        by_ranks[source, to] = latency
+    return by_ranks
 
 
 _WORDS = {
@@ -158,10 +158,10 @@ def _told(error: msgspec.ValidationError, data: Any) -> str:
     """Rewrites msgspec's message: the field first, its value last."""
     said, _, at = str(error).partition(" - at ")
     at = at.replace("`", "") or "$"
-    if found := re.search("^Object missing required field `(.*)`", said):
-        return f"{at} lacks {found[1]!r}"
-    if found := re.search("^Object contains unknown field `(.*)`", said):
-        return f"{at} must not have {found[1]!r}"
+    if field := re.search("^Object missing required field `(.*)`", said):
+        return f"{at} lacks {field[1]!r}"
+    if field := re.search("^Object contains unknown field `(.*)`", said):
+        return f"{at} must not have {field[1]!r}"
     if "matching regex" in said:
         return f"{at} must be a text without control characters"
     said = re.sub("`([^`]*)`", lambda types: " or ".join(_WORDS.get(t, t) for t in types[1].split(" | ")), said)

@@ -23,10 +23,10 @@ def read_text(path: Path, about: str | None) -> str:
         PlanError: if it cannot be read, or is a pipe or a device, which may never end.
     """
     try:
-        found = _status(path, about)
-        if not stat.S_ISREG(found.st_mode):
+        status = _status(path, about)
+        if not stat.S_ISREG(status.st_mode):
             raise PlanError(f"cannot read {path}: it is no regular file", about)
-        if found.st_size > _MOST_MIB * 2**20:
+        if status.st_size > _MOST_MIB * 2**20:
             raise PlanError(f"{path} is too large: {_MOST_MIB} MiB are read at most", about)
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -112,7 +112,7 @@ def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
     """Parses the list of numbers, each zero or more, given for ``flag``; None if it is not given."""
     if text is None:
         return None
-    found = tuple(number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
-    if min(found) < 0:
-        raise PlanError(f"{flag} {min(found):g} is below zero: a list such as 1.5,1,1,1.2 is needed")
-    return found
+    numbers = tuple(number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
+    if min(numbers) < 0:
+        raise PlanError(f"{flag} {min(numbers):g} is below zero: a list such as 1.5,1,1,1.2 is needed")
+    return numbers

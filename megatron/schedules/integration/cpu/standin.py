@@ -65,7 +65,8 @@ def enable() -> None:
     BackwardCFunction.apply = _in_backward(BackwardCFunction.apply)  # type: ignore[method-assign]
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
+        said = "no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)"
+        sys.stdout.write(f"pipeline schedule: {said}\n")
 
 
 def _called_by_megatron() -> bool:
