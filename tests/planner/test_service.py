@@ -14,15 +14,17 @@ from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv
+from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 MODEL = ModelLoads(Part(), (LAYER,) * 10, Part(whole=Load(26, 31, 21, 100)))
-COSTS = Costs(1, 1.1, 0.75, 0.05, model=MODEL)
+COSTS = Costs(LayerTimes(1, 1.1, 0.75), MODEL, link=Link(0.05))
 ADAPTIVE = Request("adaptive", 3, 6, COSTS, memory_limit=0.6, search_seconds=0.1, chunk_choices=(2,))
 
 

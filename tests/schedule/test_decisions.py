@@ -8,11 +8,12 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import SAVING, Kind, Share
 from megatron.schedules.schedule.placement import sequential, v_shape
+from megatron.schedules.schedule.transfers import HostCopies
 from megatron.schedules.utils.errors import PlanError
 
 
 def test_costs_have_times_of_those_savings_alone_that_were_decided():
-    costs, where = Costs(copy=0.5), sequential(2)
+    costs, where = Costs(copies=HostCopies(0.5)), sequential(2)
     assert not costs.on(where).times.keys() & SAVING
     recomputing = costs.on(where, Decisions(recomputed=(0.5, 0.0)))
     assert recomputing.times.keys() & SAVING == {Kind.R}

@@ -27,10 +27,12 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.search.lower_bound import lower_bound
 
 # For the CUDA context, buffers of NCCL and cuBLAS, and fragmentation: an assumption.
@@ -157,14 +159,15 @@ class Setting:
         """Costs in seconds, with time and memory of each part of the model."""
         roofline = Roofline(self.device)
         model = loads(self.build, roofline, self.build.tokens, self.correction)
-        forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
+        one = len(model.layers) / (2 * self.pipeline)
+        forward, input_grad, weight_grad, _ = (one * time for time in model.mean)
         # If any message crosses nodes, all are assumed to.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
-        found = Costs(forward, input_grad, weight_grad, latency, model=model)
+        found = Costs(LayerTimes(forward, input_grad, weight_grad), model, Link(latency))
         hides = self.args.overlap_moe_expert_parallel_comm
         found = with_model(found, self.trained, shared=self.method.shared, hides=hides, prices=roofline)
         copy = self.memory.of_rank(self.pipeline) / 2 / self.device.host_link if self.method.may_offload else 0.0
-        return replace(found, memory=self.memory, copy=copy)
+        return replace(found, memory=self.memory, copies=HostCopies(copy))
 
     @cached_property
     def memory(self) -> ModelMemory:
@@ -232,7 +235,7 @@ class Setting:
             yield f"--pipeline-save-memory {how}{rate}"
         if offload:
             found = self.costs
-            times = found.forward, found.input_grad, found.weight_grad, found.comm
+            times = *found.layers.passes, found.link.latency
             yield f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}"
 
 
@@ -375,7 +378,7 @@ def _choices(setting: Setting) -> list[StageCosts]:
     choices = [costs.on(placement)]
     choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.may_recompute else []
     # Copies that take no time save the same memory.
-    free = replace(costs, copy=0.0)
+    free = replace(costs, copies=HostCopies())
     choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.may_offload else []
     return choices
 

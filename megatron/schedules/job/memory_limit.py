@@ -46,7 +46,7 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
     by_user = spec.settings.memory_limit is not None
     flag = spec.flags["memory_limit"]
     named = flag if by_user else f"{spec.flags['schedule']} {AUTO}: the memory that devices have left,"
-    held, memory = rank_bytes(spec, request.costs), request.costs.memory
+    held, memory = rank_bytes(spec, request.costs), request.costs.in_bytes
     if held is None:
         raise unknown_bytes(spec, f"{named} {limit.text}", "a fraction such as 0.5")
     of_1f1b = request.ranks * held
@@ -89,7 +89,7 @@ def _static_bytes(model: TrainedModel, request: Request) -> float:
     for where in placements(request):
         counts = request.layers_on(where)
         assert counts is not None, "the model is known"
-        sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.shared_vocabulary)
+        sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.model.shared_vocabulary)
         held = [RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes]
         average = max(average, sum(held) / len(held))
     return average

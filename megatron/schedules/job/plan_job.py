@@ -79,7 +79,7 @@ class JobPlan:
         """Memory of each rank; empty if bytes are unknown."""
         model, custom, request = self.spec.trained, self.spec.custom_costs, self.request
         counts = request.layers_on(self.schedule.placement)
-        if model is None or counts is None or request.costs.memory is None or (custom and custom.of_memory):
+        if model is None or counts is None or request.costs.in_bytes is None or (custom and custom.of_memory):
             return ()
         return rank_memory(model, self.schedule, self.plan.costs, request, self.messages)
 
@@ -164,7 +164,7 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
     choices = [placed, settings]
     if spec.model is not None and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
         choices.insert(0, replace(placed, saving=MemorySaving(recompute=True)))
-        if profile is not None and profile.costs(spec.sizes.pipeline).copy:
+        if profile is not None and profile.costs(spec.sizes.pipeline).copies.time:
             choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
     return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
 
@@ -320,7 +320,7 @@ def _free(job: JobPlan, machine: Machine) -> str:
 
 def _host_bytes(job: JobPlan) -> float:
     """Host memory for the offloaded activations of the rank that has most, bytes; 0 if it is not known."""
-    memory, ranks = job.request.costs.memory, job.request.ranks
+    memory, ranks = job.request.costs.in_bytes, job.request.ranks
     return 0.0 if memory is None else max(taken(job.schedule, job.plan.costs)) * memory.of_rank(ranks)
 
 

@@ -116,7 +116,7 @@ def search_seconds(request: Request) -> float:
     It is the default if the request gives none, times 1.5 if S and T must be placed, too.
     """
     usual = default_seconds(request.ranks, request.microbatches)
-    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.shared_vocabulary else usual)
+    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.model.shared_vocabulary else usual)
 
 
 def expected_seconds(request: Request) -> float:
