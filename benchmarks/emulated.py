@@ -13,11 +13,11 @@ import click
 from benchmarks.emulated_section import KEY, claims, section
 from benchmarks.parts import Part, Row, Say, Statistics
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from megatron.schedules.estimate import times
 from megatron.schedules.estimate.models import MODELS, built
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
-from megatron.schedules.schedule.transfers import Link
 
 if TYPE_CHECKING:
     from benchmarks.emulated_engines import Contestant

@@ -119,8 +119,8 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
     import pretrain_gpt
     from megatron.schedules.integration.schedule_function import ScheduleFunction
+    from megatron.schedules.schedule.cost_parts import MemoryShares
     from megatron.schedules.schedule.costs import Costs
-    from megatron.schedules.schedule.memory_shares import MemoryShares
     from megatron.schedules.schedule.simulator import peaks
 
     tell_megatron()

@@ -10,11 +10,9 @@ from benchmarks.emulated import fitted_latency, simulated
 from benchmarks.messages_section import ALL_HIDDEN, EXPOSED, HIDDEN, STOCK, claims, section
 from benchmarks.parts import Part, Row, Say, Statistics
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import Link
 
 if TYPE_CHECKING:
     from benchmarks.emulated_engines import Contestant

@@ -15,9 +15,9 @@ from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.adaptive import bound, default_seconds, effort, least_limit, placements
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, every_named, plan
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.transfers import HostCopies
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.frontier import frontier
 from megatron.schedules.search.problem import Problem

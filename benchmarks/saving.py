@@ -19,10 +19,9 @@ from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
+from megatron.schedules.schedule.cost_parts import HostCopies, MemoryShares
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import HostCopies
 
 UNIT_S = 0.040
 RANK_BYTES = 2**22

@@ -10,14 +10,13 @@ from benchmarks.emulated import fitted_latency, simulated
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads
 from megatron.schedules.schedule.model_loads import Part as Layers
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.transfers import Link
 
 if TYPE_CHECKING:
     from benchmarks.emulated_engines import Contestant

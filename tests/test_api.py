@@ -17,9 +17,9 @@ import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
-from megatron.schedules.schedule.transfers import HostCopies
 
 DOCS = Path(__file__).parents[1] / "docs"
 SIZE: dict[str, Any] = {"pipeline_size": 4, "microbatches": 8}

@@ -18,13 +18,12 @@ from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.measure.recorded_run import to_text as recorded_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from tests.planner.made_schedules import written
 
 # As JSON, what may stand where something else should.

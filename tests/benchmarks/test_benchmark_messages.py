@@ -8,9 +8,9 @@ import torch
 from benchmarks import emulated_messages, emulated_passes
 from benchmarks.emulated_passes import Passes
 from megatron.schedules.programs.lowering import lower
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.text_forms import from_csv
 
 ROWS = "0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2\n1F0,1F1,1F2,1I0,1I1,1I2,1W0,1W1,1W2"

@@ -13,8 +13,8 @@ from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, saved_timeline
 from megatron.schedules.report.idle import idle
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.utils import output_files
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL, UNTIED

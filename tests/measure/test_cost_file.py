@@ -12,12 +12,10 @@ import pytest
 
 from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.cost_file import CustomCosts, read_costs, read_custom, read_profile
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import v_shape
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.errors import PlanError
 from tests.measure.custom import custom_costs, profiled, stage, written
 

@@ -18,11 +18,10 @@ from megatron.schedules.measure.job_profile_json import from_text, to_text
 from megatron.schedules.measure.measured_passes import Conditions, RankMeasured, profile_of, rank_measured
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import MOST_SHARE, LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MOST_SHARE, MemoryShares
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
 from megatron.schedules.schedule.simulator import held_over_time, simulate
 from megatron.schedules.utils.errors import PlanError

@@ -9,10 +9,9 @@ import pytest
 
 from megatron.schedules.measure.recorded_run import Recorded, read_recorded, to_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 
 

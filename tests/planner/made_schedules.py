@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import Pass
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.transfers import Link
 from tests.programs.random_schedules import random_schedule
 
 # What is planned from its name alone.

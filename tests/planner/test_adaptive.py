@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.adaptive import bound, chunk_choices, least_limit
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED, REAL, examples, recomputing, timed

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Rows
-from megatron.schedules.schedule.transfers import Link
 from tests.planner.made_schedules import examples, timed
 from tests.planner.slow_oracle import slow_spans
 from tests.programs.random_schedules import shared_costs

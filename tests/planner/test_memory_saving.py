@@ -17,16 +17,14 @@ from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_cache import cached_saving
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import sequential, zigzag
 from megatron.schedules.schedule.schedule import in_microbatch_order
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
-from megatron.schedules.schedule.transfers import HostCopies
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.climb import Entry, race
 from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for

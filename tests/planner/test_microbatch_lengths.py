@@ -11,14 +11,13 @@ import pytest
 
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner, candidates
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search import compiled, moves
 from megatron.schedules.search.rounds import work_for

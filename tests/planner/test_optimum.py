@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
-from megatron.schedules.schedule.transfers import HostCopies
 from tests.planner.made_schedules import timed
 from tests.planner.optimum import optimal_makespan
 from tests.planner.promises import promised_memory

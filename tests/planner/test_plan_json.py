@@ -16,13 +16,12 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import decode, encode
 from tests.planner import plain_checker, plain_schema

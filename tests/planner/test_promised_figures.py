@@ -50,8 +50,8 @@ def test_at_unit_costs_only_the_first_forwards_way_in_is_idle(name: str, stage_f
 def test_zb_2p_idles_for_the_first_forwards_way_in_alone(costs: str):
     asked = Costs.parse(costs)
     for d in (2, 3, 4, 8, 16):
-        way_in = (d - 1) * (2 * asked.forward + asked.comm)
-        work = 2 * d * 2 * (asked.forward + asked.input_grad + asked.weight_grad)
+        way_in = (d - 1) * (2 * asked.layers.forward + asked.link.latency)
+        work = 2 * d * 2 * sum(asked.layers.passes)
         assert planned("zb-2p", d, 2 * d, costs).makespan == pytest.approx(work + way_in)
 
 

@@ -16,11 +16,11 @@ from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlan
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, digest, moved, propose, read_rows
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import to_csv
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 from tests.waiting import HANGS_S, until
 

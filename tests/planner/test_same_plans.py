@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
-from megatron.schedules.schedule.transfers import Link
 from tests.planner.made_schedules import NAMED
 
 DIGESTS = Path(__file__).with_name("plan_digests.json")

@@ -11,15 +11,14 @@ from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_json import from_text
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.planner.service import Plan, make_plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 
 LAYER = Part(split=Load(10, 12, 8, 100))

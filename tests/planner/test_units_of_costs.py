@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import v_shape
-from megatron.schedules.schedule.transfers import HostCopies, Link
 
 # Eight layers alike, of which many partitions are equally good, and an output layer that takes as long as three.
 LAYER, OUTPUT = Part(split=Load(10, 12, 8, 100)), Part(whole=Load(30, 36, 24, 100))

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import OF_RANKS, Kind, Pass, Share, stages_doing
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import EQUAL, Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED

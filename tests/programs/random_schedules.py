@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, stages_doing
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.transfers import Link
 
 
 def random_placement(rng: random.Random, ranks: int) -> Placement:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Pass
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.transfers import HostCopies
 
 
 def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", **more: int) -> Timeline:

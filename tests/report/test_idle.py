@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.idle import Cause, Phase, gaps, idle
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.transfers import Link
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
 from tests.report.made import saved
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.runtime.behind_messages import FLOPS_PER_BYTE, MessageBudget
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.placement import sequential
 
 # One stage a rank, so twice these times: F waits .4 for messages, I .8, and W takes 1.6.

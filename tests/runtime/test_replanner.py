@@ -21,8 +21,8 @@ from megatron.schedules.programs.lowering import lower
 from megatron.schedules.runtime import replanner
 from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.replanner import Replanner
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import PlanError
 from tests.waiting import HANGS_S

@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.uneven_layers import uneven
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.model_loads import EQUAL
 from megatron.schedules.schedule.model_memory import EndMemory, ModelMemory
 from megatron.schedules.schedule.placement import interleaved, sequential, v_shape, zigzag
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import examples
 

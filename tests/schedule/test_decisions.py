@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import SAVING, Kind, Share
 from megatron.schedules.schedule.placement import sequential, v_shape
-from megatron.schedules.schedule.transfers import HostCopies
 from megatron.schedules.utils.errors import PlanError
 
 

@@ -9,17 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.hidden_messages import hide, pieces
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.search.list_scheduling import set_left
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError

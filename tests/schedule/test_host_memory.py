@@ -9,13 +9,12 @@ import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.host_buffers import HostMemory
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import made, taken
 from megatron.schedules.schedule.kinds import Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.text_forms import from_csv
-from megatron.schedules.schedule.transfers import HostCopies, Link
 
 OFFLOADED = Decisions(offloaded=(1.0,))
 

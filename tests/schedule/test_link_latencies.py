@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
 from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.utils.errors import PlanError
 
 LAYER = Part(split=Load(10, 12, 8, 100))

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import REAL, UNIT, costed_schedules, examples, planned, timed, written

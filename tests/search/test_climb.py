@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.climb import Entry, race
 from megatron.schedules.search.frontier import frontier, ladder

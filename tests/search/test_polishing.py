@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.uneven_layers import uneven
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, peaks
-from megatron.schedules.schedule.transfers import Link
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.polish import merge_backward, polish
 from tests.planner.made_schedules import costed_schedules, examples, timed, written

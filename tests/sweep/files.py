@@ -12,11 +12,10 @@ from typing import Any
 
 from megatron.schedules.measure import job_profile_json, recorded_run
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.schedule.text_forms import to_csv
-from megatron.schedules.schedule.transfers import Link
 from tests.measure.custom import profiled
 from tests.measure.test_job_profile import V, profile
 from tests.measure.test_recorded_run import made

@@ -25,14 +25,13 @@ from megatron.schedules.estimate.roofline import GIB, Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import make_plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.layer_times import LayerTimes
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.search.lower_bound import lower_bound
 
 # For the CUDA context, buffers of NCCL and cuBLAS, and fragmentation: an assumption.

@@ -77,9 +77,8 @@ class JobPlan:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Memory of each rank; empty if bytes are unknown."""
-        model, custom, request = self.spec.trained, self.spec.custom_costs, self.request
-        counts = request.layers_on(self.schedule.placement)
-        if model is None or counts is None or request.costs.in_bytes is None or (custom and custom.of_memory):
+        model, request = self.spec.trained, self.request
+        if model is None or request.costs.in_bytes is None:
             return ()
         return rank_memory(model, self.schedule, self.plan.costs, request, self.messages)
 

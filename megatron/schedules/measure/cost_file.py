@@ -10,10 +10,8 @@ from msgspec import Meta
 
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import VERSION, from_text
+from megatron.schedules.schedule.cost_parts import MOST_SHARE, HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MOST_SHARE, MemoryShares
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Amount, Form, Positive, check_version, decode, read_file
 

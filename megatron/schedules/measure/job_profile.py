@@ -9,16 +9,14 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron.schedules.measure.profile_facts import CopyRates, Facts, copy_time
+from megatron.schedules.schedule.cost_parts import LAYER_INPUT, MOST_SHARE, HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import OF_RANKS, SEEN_BY, Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import LAYER_INPUT, MOST_SHARE, MemoryShares
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.json_files import Amount, Form
 
 

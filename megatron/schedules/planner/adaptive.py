@@ -41,7 +41,7 @@ def placements(request: Request) -> list[Placement]:
     """Placements that the search may use, most promising first: finer chunks pack better.
 
     Raises:
-        PlanError: if no number of chunks is left, or the costs per stage match none of them.
+        PlanError: if no number of chunks is left, or settled layers match none of them.
     """
     if request.placement is not None:
         return [request.placement]
@@ -51,7 +51,7 @@ def placements(request: Request) -> list[Placement]:
         placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
         try:
             request.costs_on(placement)
-        except PlanError as error:  # fewer slices than stages
+        except PlanError as error:  # settled layers of other stages
             why = error
         else:
             found.append(placement)

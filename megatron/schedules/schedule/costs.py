@@ -9,15 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
-from megatron.schedules.schedule.layer_times import LayerTimes
-from megatron.schedules.schedule.memory_shares import MemoryShares
 from megatron.schedules.schedule.model_loads import EQUAL, ModelLoads, without_noise
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.schedule.transfers import HostCopies, Link
 from megatron.schedules.utils.errors import PlanError
 
 # Largest ratio of two times. Beyond it the shorter one is lost to rounding.
@@ -147,9 +145,9 @@ class Costs:
         return None if self.model.divisible else self._counts(placement, decisions)
 
     def _counts(self, placement: Placement, decisions: Decisions) -> tuple[int, ...]:
-        """Number of layers of each stage; without a model, of which any number is equal, one."""
-        settled = None if self.model.divisible else decisions.layers
-        counts = self.model.on_stages(placement.stages).evenly(placement.stages) if settled is None else settled
+        """Number of layers of each stage; one if the model is unknown."""
+        if (counts := decisions.layers) is None or self.model.divisible:
+            counts = self.model.on_stages(placement.stages).evenly(placement.stages)
         if len(counts) != placement.stages:
             raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
         return counts

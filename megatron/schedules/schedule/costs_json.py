@@ -184,20 +184,12 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
 
 def _given(costs: Costs) -> dict[str, Any]:
     """Fields of :class:`GivenCostsForm` that do not depend on the model."""
-    layers, shares = costs.layers, costs.in_shares
-    return {
-        "forward": layers.forward,
-        "input_grad": layers.input_grad,
-        "weight_grad": layers.weight_grad,
+    others = {
         "comm": costs.link.latency,
-        "weight_share": shares.weight_share,
-        "recompute": layers.stock_recompute,
-        "recomputed_layers": layers.recomputed_layers,
-        "kept": shares.kept,
-        "layer_input": shares.layer_input,
-        "recompute_time": layers.recompute_time,
+        "latencies": costs.link.pairs,
+        "recompute": costs.layers.stock_recompute,
         "copy": costs.copies.time,
         "one_way": costs.copies.one_way,
-        "latencies": costs.link.pairs,
-        "messages": layers.messages,
     }
+    values = vars(costs.layers) | vars(costs.in_shares) | others
+    return {name: values[name] for name in GivenCostsForm.__struct_fields__ if name in values}

@@ -1,28 +1,33 @@
-"""Times of decoder layers, and the parts of them that are attention, messages or Megatron's own recompute."""
+"""Parts of costs: times of layers, memory of layers in shares, latency of links, and copies to the host."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.model_loads import Load
+from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.model_loads import Load, Part
 from megatron.schedules.utils.errors import PlanError
 
+# Largest weight_share. No linear layer's W needs so much more memory than its I, so a larger value is a mistake.
+MOST_SHARE = 100
+# Part of a layer's activations that is its input: 2 of some 34 bytes per token and hidden unit.
+LAYER_INPUT = 0.06
 # Bounds of times. Sums of their products stay far from the limits of a float.
 _LEAST, _MOST = 1e-100, 1e100
 
 _ByKind = dict[Kind, tuple[float, ...]]
 
 
-def check_time(time: float, what: str, about: str, *, zero: bool) -> None:
+def _check_time(time: float, what: str, about: str, *, zero: bool) -> None:
     """Raises PlanError if a time is out of bounds, or if it is zero where a pass must take time."""
     if fault := _fault([time], "zero or a positive number" if zero else "a positive number", zero=zero):
         raise PlanError(f"{what} must be {fault}, not {time:g}", about)
 
 
-def check_share(share: float, what: str, about: str, most: float = 1) -> None:
+def _check_share(share: float, what: str, about: str, most: float = 1) -> None:
     """Raises PlanError if a share is not from 0 to ``most``."""
     if not 0 <= share <= most:
         raise PlanError(f"the share of {what} must be from 0 to {most}, not {share:g}", about)
@@ -65,8 +70,8 @@ class LayerTimes:
     def __post_init__(self) -> None:
         if fault := _fault(self.passes, "positive numbers", zero=False):
             raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in self.passes)}", "costs")
-        check_share(self.stock_recompute, "the forward that is recomputed", "stock_recompute")
-        check_time(self.recompute_time, "the time of a recompute pass", "costs", zero=False)
+        _check_share(self.stock_recompute, "the forward that is recomputed", "stock_recompute")
+        _check_time(self.recompute_time, "the time of a recompute pass", "costs", zero=False)
         for message, name, whole in zip(self.messages, "FI", self.passes, strict=False):
             if not 0 <= message <= whole:
                 raise PlanError(
@@ -102,18 +107,12 @@ class LayerTimes:
             repeated: see :meth:`repeated`.
         """
         forward, input_grad, weight_grad = self.passes
+        stages = list(zip(layers, ends, repeated, strict=True))
+        whole = [input_grad * end.input_grad + weight_grad * end.weight_grad for end in ends]
+        split = [(input_grad + again * forward) * load.input_grad for load, _, again in stages]
         return {
-            Kind.F: tuple(
-                one * (forward * load.forward + forward * end.forward) for load, end in zip(layers, ends, strict=True)
-            ),
-            Kind.I: tuple(
-                one
-                * (
-                    (input_grad + again * forward) * load.input_grad
-                    + (input_grad * end.input_grad + weight_grad * end.weight_grad)
-                )
-                for load, end, again in zip(layers, ends, repeated, strict=True)
-            ),
+            Kind.F: tuple(one * (forward * load.forward + forward * end.forward) for load, end, _ in stages),
+            Kind.I: tuple(one * (layer + end) for layer, end in zip(split, whole, strict=True)),
             Kind.W: tuple(one * (weight_grad * load.weight_grad) for load in layers),
             Kind.R: tuple(one * (self.recompute_time * forward * load.forward) for load in layers),
         }
@@ -161,3 +160,98 @@ class LayerTimes:
             Kind.I: both / (self.input_grad + again * self.forward),
             Kind.R: min(1.0, forward / (self.recompute_time * self.forward)),
         }
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """Activation memory of decoder layers, relative to their activations without recompute.
+
+    Args:
+        weight_share: activations from I to W. May exceed 1, since I makes gradients for W.
+        kept: activations that F keeps under Megatron's own recompute.
+        layer_input: activations that stay if an R pass recomputes the layer.
+    """
+
+    weight_share: float = 1.0
+    kept: float = 1.0
+    layer_input: float = LAYER_INPUT
+
+    def __post_init__(self) -> None:
+        _check_share(self.weight_share, "memory held until W", "weight_share", MOST_SHARE)
+        _check_share(self.layer_input, "memory that is a layer's input", "layer_input")
+        _check_share(self.kept, "memory kept for recomputing", "kept")
+
+    def on_stages(
+        self, unit: float, parts: Sequence[Part], recomputed: Sequence[float], offloaded: Sequence[float]
+    ) -> dict[str, Any]:
+        """Returns the fields of :class:`.StageCosts` about memory.
+
+        The embedding and the output layer recompute nothing and leave nothing to W.
+
+        Args:
+            unit: load of one microbatch on an average rank.
+            parts: load of each stage.
+            recomputed, offloaded: part of each stage's layers that is recomputed by R, or offloaded.
+        """
+        activation = tuple(part.held / unit for part in parts)
+        layers = tuple(part.split.held / unit for part in parts)
+        by_recompute = tuple(
+            share * max(0.0, self.kept - self.layer_input) * held
+            for share, held in zip(recomputed, layers, strict=True)
+        )
+        by_offload = tuple(share * self.kept * held for share, held in zip(offloaded, layers, strict=True))
+        stays = zip(activation, layers, by_recompute, by_offload, strict=True)
+        held = {
+            Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
+            Share.WEIGHTS: tuple(self.weight_share * held for held in layers),
+            Share.RECOMPUTED: by_recompute,
+            Share.OFFLOADED: by_offload,
+        }
+        return {"activation": activation, "held": held}
+
+
+@dataclass(frozen=True)
+class Link:
+    """P2P latency between two ranks, in the unit of the passes.
+
+    Args:
+        latency: that of every pair of ranks which is not in ``pairs``.
+        pairs: (from, to, latency).
+    """
+
+    latency: float = 0.0
+    pairs: tuple[tuple[int, int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for latency in self.latencies:
+            _check_time(latency, "the P2P latency", "costs", zero=True)
+
+    @property
+    def latencies(self) -> list[float]:
+        """All latencies."""
+        return [self.latency, *(latency for _, _, latency in self.pairs)]
+
+    def scaled(self, scale: Callable[[float], float]) -> Link:
+        """Returns these latencies in another unit."""
+        return Link(scale(self.latency), tuple((source, to, scale(latency)) for source, to, latency in self.pairs))
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of activations to the host (O) and back (L).
+
+    Args:
+        time: time to copy the activations of half a rank's layers in one direction, in the unit of the passes; 0 if
+            unknown.
+        one_way: whether a rank copies in one direction at a time.
+    """
+
+    time: float = 0.0
+    one_way: bool = False
+
+    def __post_init__(self) -> None:
+        _check_time(self.time, "the time of a copy", "copy", zero=True)
+
+    def scaled(self, scale: Callable[[float], float]) -> HostCopies:
+        """Returns the same copies with their time in another unit."""
+        return HostCopies(scale(self.time), self.one_way)
