@@ -22,6 +22,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.iteration_summary import iteration_of
@@ -32,7 +33,6 @@ from megatron.schedules.programs.program import Program
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import MOST_PASSES, MOST_RANKS, check_size
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -133,15 +133,7 @@ def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
 
 def _with_layers(costs: Costs, times: Sequence[float]) -> Costs:
     """Returns ``costs`` where the layers of each stage take so many times as long; memory does not change."""
-    layers = [Part(split=Load(time, time, time, 1.0)) for time in times for _ in range(_LAYERS_A_STAGE)]
-    mean = statistics.fmean(times)
-    scaled = replace(
-        costs,
-        forward=mean * costs.forward,
-        input_grad=mean * costs.input_grad,
-        weight_grad=mean * costs.weight_grad,
-    )
-    return replace(scaled, model=ModelLoads(Part(), tuple(layers), Part()))
+    return uneven(costs, [time for time in times for _ in range(_LAYERS_A_STAGE)])
 
 
 def _stages(request: Request) -> int:

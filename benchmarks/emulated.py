@@ -13,6 +13,7 @@ import click
 from benchmarks.emulated_section import KEY, claims, section
 from benchmarks.parts import Part, Row, Say, Statistics
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
@@ -51,14 +52,14 @@ def _three(text: str) -> str:
         raise click.BadParameter(str(error), param_hint="--costs") from None
     if text.count(",") != 2:
         raise click.BadParameter("three numbers, F,I,W: P2P latency is measured", param_hint="--costs")
-    return f"{found.forward:g},{found.input_grad:g},{found.weight_grad:g}"
+    return ",".join(f"{time:g}" for time in found.layers.passes)
 
 
 def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[Row]:
     from benchmarks.emulated_engines import adaptive, others, ours  # Megatron, which --help need not wait for
 
     units = Costs.parse(text)
-    costs = Costs(units.forward * UNIT_S, units.input_grad * UNIT_S, units.weight_grad * UNIT_S)
+    costs = Costs.of(*(UNIT_S * time for time in units.layers.passes))
     request = Request("1f1b", d, n, units)
     name = f"d={d}, n={n}, costs {text}"
     say(f"{name}: ours by name once, for the P2P latency")
@@ -66,7 +67,7 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
     beforehand = _fitted_latency(by_name, _timed(by_name, costs, 1), costs)
     # Nothing else of the costs is left to measure: this is how adaptive is meant to be used.
     say(f"{name}: planning adaptive for a P2P latency of {beforehand * 1e3:.2f} ms")
-    measured = replace(request, costs=replace(units, comm=beforehand / UNIT_S))
+    measured = replace(request, costs=replace(units, link=Link(beforehand / UNIT_S)))
     found = [*others(by_name), *by_name, *adaptive(measured)]
     say(f"{name}: {repetitions} repetitions, about {_expected(found, costs) * repetitions:.0f} s")
     timings = _timed(found, costs, repetitions)

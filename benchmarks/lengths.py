@@ -18,6 +18,7 @@ from megatron.schedules.estimate import times
 from megatron.schedules.estimate.models import MODELS, built
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import MicrobatchLoads
@@ -92,13 +93,13 @@ def _sets(n: int, drawn: str, count: int) -> list[MicrobatchLoads]:
 def _setting(name: str, n: int, drawn: str) -> _Setting:
     """Returns the schedule planned for equal microbatches of the average cost."""
     shares, ratio = times.attention_shares(_MODEL), times.loads(_MODEL).ratio
-    costs = Costs(*ratio, _LATENCY_S / _UNIT_S, attention=shares)
+    costs = Costs(LayerTimes(*ratio, attention=shares), link=Link(_LATENCY_S / _UNIT_S))
     every = _sets(n, drawn, 200)
     tokens, squares = (statistics.fmean(x for each in every for x in getattr(each, of)) for of in ("tokens", "squares"))
     parts = [(1 - share) * tokens + share * squares for share in (*shares, 0.0)]
-    forward, input_grad, weight_grad = (time * part for time, part in zip(ratio, parts, strict=True))
     word, _, limit = name.partition(" ")
-    alike = Costs(forward, input_grad, weight_grad, costs.comm)
+    forward, input_grad, weight_grad = (time * part for time, part in zip(ratio, parts, strict=True))
+    alike = Costs.of(forward, input_grad, weight_grad, costs.link.latency)
     request = Request(word, _RANKS, n, alike, memory_limit=float(limit) if limit else None)
     return _Setting(name, costs, LengthsPlanner(plan(request), costs, float(limit) * _RANKS if limit else None))
 
@@ -142,8 +143,7 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
     found: list[tuple[str, Costs, LengthsPlan]] = []
     for name in _EMULATED:
         setting = _setting(name, n, drawn)
-        times = {field: getattr(setting.costs, field) * _UNIT_S for field in ("forward", "input_grad", "weight_grad")}
-        seconds = replace(setting.costs, comm=_LATENCY_S, **times)
+        seconds = replace(setting.costs.scaled(lambda time: _UNIT_S * time), link=Link(_LATENCY_S))
         found += [("equal", seconds, setting.planner.usual(loads)), ("lengths", seconds, setting.planner.plan(loads))]
     contestants = [_contestant(name, planned, costs, loads) for name, (_, costs, planned) in _named(found)]
     expected = sum(_seconds(planned, costs, loads, _LATENCY_S) for _, costs, planned in found)
@@ -187,7 +187,7 @@ def _contestant(name: str, planned: LengthsPlan, costs: Costs, loads: Microbatch
 
 
 def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, latency: float) -> float:
-    own = replace(costs, comm=latency).on(planned.schedule.placement)
+    own = replace(costs, link=Link(latency)).on(planned.schedule.placement)
     return simulate(planned.schedule, replace(own, loads=loads.in_order(planned.order))).makespan
 
 

@@ -119,6 +119,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
     import pretrain_gpt
     from megatron.schedules.integration.schedule_function import ScheduleFunction
+    from megatron.schedules.schedule.cost_parts import MemoryShares
     from megatron.schedules.schedule.costs import Costs
     from megatron.schedules.schedule.simulator import peaks
 
@@ -133,7 +134,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
         self.peaks.count_next_call()
         losses = step(self, **asked)
         schedule = self._planner.first
-        planned = peaks(schedule, Costs(weight_share=share).on(schedule.placement))[dist.get_rank()]
+        planned = peaks(schedule, Costs(memory=MemoryShares(share)).on(schedule.placement))[dist.get_rank()]
         seen.append(Peaks(planned, one, self.peaks.bytes))
         return losses
 

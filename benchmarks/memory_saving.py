@@ -98,7 +98,7 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
         schedule, costs, rank = self._planner.first, self._planner.timeline.costs, dist.get_rank()
         planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
-        memory = self._planner.costs.memory
+        memory = self._planner.costs.in_bytes
         said = 0.0 if memory is None else max(blocks) * memory.of_rank(RANKS)
         host_bytes = 0 if self.model.offloads is None else self.model.offloads.host_bytes
         seen.append(Held(planned, self.peaks.bytes, blocks[rank], said, host_bytes))

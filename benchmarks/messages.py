@@ -10,6 +10,7 @@ from benchmarks.emulated import fitted_latency, simulated
 from benchmarks.messages_section import ALL_HIDDEN, EXPOSED, HIDDEN, STOCK, claims, section
 from benchmarks.parts import Part, Row, Say, Statistics
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _UNIT_S = 0.020
 _RANKS, _MICROBATCHES, _QUICK_MICROBATCHES, _REPETITIONS = 8, 32, 16, 5
 # F and I contain the messages. W keeps .6 of the memory.
-_COSTS = Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3))
+_COSTS = Costs(LayerTimes(1.3, 1.4, 0.75, (0.3, 0.3)), link=Link(0.05), memory=MemoryShares(0.6))
 _NAMED, _LIMITS = ("v-zb", "v-half", "zb-1p"), (8.5, 5.5)
 
 
@@ -39,7 +40,7 @@ class _Run(NamedTuple):
     @property
     def simulated(self) -> Costs:
         """Costs for the simulator, which hides what may be hidden."""
-        return self.costs if self.messages == HIDDEN else replace(self.costs, messages=(0.0, 0.0))
+        return self.costs if self.messages == HIDDEN else self.costs.without_messages
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
@@ -74,7 +75,7 @@ def setting(ranks: int, microbatches: int, repetitions: int, say: Say) -> Iterat
             "pipeline_size": ranks,
             "microbatches": microbatches,
             "costs": "1,1.1,0.75,0.05",
-            "message": _COSTS.messages[0],
+            "message": _COSTS.layers.messages[0],
             "repetitions": repetitions,
             "latency_seconds": latency,
             "seconds": round(timing.median, 4),
@@ -92,9 +93,10 @@ def _runs(request: Request) -> Iterator[_Run]:
     from benchmarks import emulated_messages
     from benchmarks.emulated_engines import of_ours, stocks
 
-    (forward, input_grad), costs = _COSTS.messages, _COSTS
-    alone = replace(costs, messages=(0.0, 0.0))
-    without = replace(alone, forward=costs.forward - forward, input_grad=costs.input_grad - input_grad)
+    costs, layers = _COSTS, _COSTS.layers
+    alone = costs.without_messages
+    (forward, input_grad), weight_grad = layers.messages, layers.weight_grad
+    without = replace(costs, layers=LayerTimes(layers.forward - forward, layers.input_grad - input_grad, weight_grad))
     order = plan(replace(request, schedule="interleaved-1f1b", costs=alone))
     stock = stocks(STOCK, order)
     yield _Run(_waiting(stock), EXPOSED, costs)
@@ -120,9 +122,7 @@ def _is_ours(run: _Run) -> bool:
 
 
 def _in_seconds(costs: Costs) -> Costs:
-    messages = (_UNIT_S * costs.messages[0], _UNIT_S * costs.messages[1])
-    times = {name: _UNIT_S * getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "comm")}
-    return replace(costs, messages=messages, **times)
+    return costs.scaled(lambda time: _UNIT_S * time)
 
 
 PART = Part("messages", "Messages of experts", measure, claims, section)

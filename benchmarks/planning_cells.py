@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.adaptive import bound, default_seconds, effort, least_limit, placements
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, every_named, plan
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.validation import validate
@@ -75,7 +78,7 @@ def _frontier(cell: Cell) -> Result:
     """Returns every memory limit of the ladder, and the named schedules."""
     request = Request("adaptive", cell.ranks, cell.microbatches, Costs.parse(cell.costs))
     costs = request.costs.around_one()
-    unit, request = request.costs.forward / costs.forward, replace(request, costs=costs)
+    unit, request = request.costs.layers.forward / costs.layers.forward, replace(request, costs=costs)
     named = every_named(request)
     problems = [Problem(placement, cell.microbatches, costs.on(placement)) for placement in placements(request)]
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
@@ -95,7 +98,7 @@ def _frontier(cell: Cell) -> Result:
 
 def _memory_saving(cell: Cell) -> Result:
     """Returns one plan with recomputed and offloaded layers."""
-    costs = replace(Costs.parse(cell.costs), copy=cell.copy)
+    costs = replace(Costs.parse(cell.costs), copies=HostCopies(cell.copy))
     asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
     asked = replace(asked, recompute=cell.recompute, offload=cell.copy > 0, search_seconds=seconds)
@@ -136,10 +139,12 @@ def drawn(seed: int) -> Request:
     forward, input_grad, weight_grad = (3 ** lot.uniform(-0.5, 0.5) for _ in range(3))
     weights = tuple(lot.uniform(0.6, 1.4) for _ in range(4 * ranks))
     held = tuple(lot.uniform(0.7, 1.3) for _ in range(4 * ranks)) if lot.random() < 0.5 else None
-    costs = Costs(forward, input_grad, weight_grad, lot.choice((0.0, 0.05, 0.2)), weights, held)
+    costs = uneven(Costs.of(forward, input_grad, weight_grad, lot.choice((0.0, 0.05, 0.2))), weights, held)
     request = Request("adaptive", ranks, microbatches, costs)
-    least = least_limit(request) + 1e-6
-    return replace(request, memory_limit=lot.uniform(least, max(least, 1.25)))
+    # The limit is drawn in layers of the expected memory; the request's unit is the mean of those drawn.
+    unit = statistics.fmean(held or (1.0,))
+    least = unit * least_limit(request) + 1e-6
+    return replace(request, memory_limit=lot.uniform(least, max(least, 1.25)) / unit)
 
 
 def _time(cell: Cell) -> Result:

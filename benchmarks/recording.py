@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.schedules.programs.program import Program
 
 UNIT_S = 0.010
-COSTS = Costs(1, 1.1, 0.75)
+COSTS = Costs.of(1, 1.1, 0.75)
 SCHEDULES = ("1f1b", "zb-1p", "v-half")
 RANKS, MICROBATCHES = 4, 16
 _REPETITIONS = 10
@@ -43,7 +43,7 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
     from megatron.schedules.programs.checker import proved
 
     schedule, asked = plan(request), request.costs
-    costs = Costs(unit * asked.forward, unit * asked.input_grad, unit * asked.weight_grad)
+    costs = Costs.of(*(unit * time for time in asked.layers.passes))
     programs = proved(schedule, costs.on(schedule.placement))
     return figures(
         schedule, run_ranks(request.ranks, partial(_on_a_rank, schedule, programs, costs, repetitions), timeout=600)

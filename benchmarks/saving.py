@@ -19,6 +19,7 @@ from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
+from megatron.schedules.schedule.cost_parts import HostCopies, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 
@@ -29,7 +30,7 @@ RANK_BYTES = 2**22
 STOCK_LAYERS = 8
 """Layers of a rank under stock's 1F1B, which recomputes one at a time."""
 
-COSTS = Costs(1, 1.1, 0.75, 0.05)
+COSTS = Costs.of(1, 1.1, 0.75, 0.05)
 ONE_WAY = 0.25
 """Time of a copy one way, as a share of the computing of the same layers."""
 
@@ -104,8 +105,7 @@ def _row(entry: Entry, timing: Statistics, latency: float) -> dict[str, Any]:
 
 
 def _in_seconds(costs: Costs) -> Costs:
-    times = ("forward", "input_grad", "weight_grad", "comm", "copy")
-    return replace(costs, **{name: getattr(costs, name) * UNIT_S for name in times})
+    return costs.scaled(lambda time: UNIT_S * time)
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
@@ -121,25 +121,27 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
         )
         build = built(args)
         memory = model_memory(build, 1.0, stock_recompute(args).kept)
-        layer = memory.layers[0]
+        layer, again = memory.layers[0], recomputed_share(stock_recompute(args).kept, layer_work(build))
         costs = replace(
             COSTS,
-            stock_recompute=recomputed_share(stock_recompute(args).kept, layer_work(build)),
-            kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
-            weight_share=1.0 if granularity is None else layer.weights / layer.full,
+            layers=replace(COSTS.layers, stock_recompute=again),
+            memory=MemoryShares(
+                weight_share=1.0 if granularity is None else layer.weights / layer.full,
+                kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
+            ),
         )
         order = make_plan(Request("1f1b", d, n, costs)).schedule
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
-        recomputed, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
-        yield Entry("megatron-core", "1F1B", memory_saving, None, order, seconds, recomputed, 0.0, start)
+        seconds = _in_seconds(costs).on(order.placement)
+        yield Entry("megatron-core", "1F1B", memory_saving, None, order, seconds, again, 0.0, start)
 
 
 def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
     yield _of_ours(Request("v-zb", d, n, COSTS), "nothing")
-    computing = COSTS.forward + COSTS.input_grad + COSTS.weight_grad
+    computing = sum(COSTS.layers.passes)
     for limit in limits:
         for memory_saving, (recompute, offload) in MEMORY_SAVINGS.items():
-            costs = replace(COSTS, copy=ONE_WAY * computing if offload else 0.0)
+            costs = replace(COSTS, copies=HostCopies(ONE_WAY * computing if offload else 0.0))
             asked = Request(
                 "adaptive",
                 d,

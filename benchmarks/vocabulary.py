@@ -10,6 +10,7 @@ from benchmarks.emulated import fitted_latency, simulated
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import Load, ModelLoads
@@ -69,9 +70,9 @@ def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
 def _costs(layers: int, *, shared: bool = False) -> Costs:
     layer, last = Layers(split=Load(1, 1, 1, 1)), Layers(whole=Load(_OUTPUT, _OUTPUT, _OUTPUT))
     kept = _HELD_BY_S * layers / _RANKS, 0.0
-    model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept)
+    model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept, shared_vocabulary=shared)
     forward, input_grad, weight_grad = (_UNIT_S * time for time in _TIMES)
-    return Costs(forward, input_grad, weight_grad, _LATENCY_S, model=model, shared_vocabulary=shared)
+    return Costs(LayerTimes(forward, input_grad, weight_grad), model, Link(_LATENCY_S))
 
 
 def _entries(n: int) -> list[_Entry]:

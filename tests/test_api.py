@@ -16,7 +16,7 @@ import pytest
 import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
 from megatron.schedules.integration.flags.declared import settings_without_flags, stock_parser
-from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.costs import Costs, HostCopies
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -70,7 +70,7 @@ def test_searched_plans_heed_every_argument() -> None:
     assert plan.schedule.placement.chunks <= 2 and plan.peak_memory <= 0.8 + 1e-9
     low: dict[str, Any] = {"memory_limit": 0.2, "search_seconds": 0.02}
     assert ms.plan("adaptive:2", **SIZE, **low, save_memory="recompute").decisions.recomputed is not None
-    copies = {"costs": Costs(copy=0.5), "save_memory": "offload"}
+    copies = {"costs": Costs(copies=HostCopies(0.5)), "save_memory": "offload"}
     assert ms.plan("adaptive:2", **SIZE, **low, **copies).decisions.offloaded is not None
     assert (
         ms.plan("adaptive", **SIZE, memory_limit="60GiB", search_seconds=0.02, model="Llama-3-8B").peak_bytes

@@ -18,6 +18,7 @@ from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.measure.recorded_run import to_text as recorded_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
@@ -62,11 +63,12 @@ def a_jobs_profile(**more: Any) -> JobProfile:
 def a_run(offloaded: bool = True) -> Recorded:
     """One that copies, recomputes and counted bytes, or another that does neither."""
     decisions = Decisions(recomputed=(0.5,) * 2, offloaded=(0.5,) * 2) if offloaded else Decisions()
-    costs = Costs(1.0, 1.25, 0.75, copy=0.5, latencies=((0, 1, 0.25),))
+    costs = Costs(LayerTimes(1.0, 1.25, 0.75), link=Link(pairs=((0, 1, 0.25),)), copies=HostCopies(0.5))
     schedule = written(sequential(2), 2, "0F0 0O0 0F1 0L0 0I0 0W0 0R1 0B1", "1F0 1I0 1F1 1B1 1W0")
     schedule = schedule if offloaded else plan(Request("v-half", 2, 2))
     timeline, planned = (
-        simulate(schedule, each.on(schedule.placement, decisions)) for each in (replace(costs, comm=0.1), costs)
+        simulate(schedule, each.on(schedule.placement, decisions))
+        for each in (replace(costs, link=replace(costs.link, latency=0.1)), costs)
     )
     held = tuple(tuple((time, 1000.0 * amount) for time, amount in timeline.memory(rank)) for rank in range(2))
     return Recorded(timeline, planned, 12, "a device", held if offloaded else ())

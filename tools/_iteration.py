@@ -25,6 +25,7 @@ from megatron.schedules.estimate.roofline import Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.planner.request import Request, of_1f1b
 from megatron.schedules.planner.service import make_plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import even
@@ -155,14 +156,15 @@ class Setting:
         """Costs in seconds, with time and memory of each part of the model."""
         roofline = Roofline(self.device)
         model = loads(self.build, roofline, self.build.tokens, self.correction)
-        forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
+        one = len(model.layers) / (2 * self.pipeline)
+        forward, input_grad, weight_grad, _ = (one * time for time in model.mean)
         # If any message crosses nodes, all are assumed to.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
-        found = Costs(forward, input_grad, weight_grad, latency, model=model)
+        found = Costs(LayerTimes(forward, input_grad, weight_grad), model, Link(latency))
         hides = self.args.overlap_moe_expert_parallel_comm
         found = with_model(found, self.trained, shared=self.method.shared, hides=hides, prices=roofline)
         copy = self.memory.of_rank(self.pipeline) / 2 / self.device.host_link if self.method.may_offload else 0.0
-        return replace(found, memory=self.memory, copy=copy)
+        return replace(found, memory=self.memory, copies=HostCopies(copy))
 
     @cached_property
     def memory(self) -> ModelMemory:
@@ -230,7 +232,7 @@ class Setting:
             yield f"--pipeline-save-memory {how}{rate}"
         if offload:
             found = self.costs
-            times = found.forward, found.input_grad, found.weight_grad, found.comm
+            times = *found.layers.passes, found.link.latency
             yield f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}"
 
 
@@ -373,7 +375,7 @@ def _choices(setting: Setting) -> list[StageCosts]:
     choices = [costs.on(placement)]
     choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.may_recompute else []
     # Copies that take no time save the same memory.
-    free = replace(costs, copy=0.0)
+    free = replace(costs, copies=HostCopies())
     choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.may_offload else []
     return choices
 

@@ -8,6 +8,7 @@ import torch
 from benchmarks import emulated_messages, emulated_passes
 from benchmarks.emulated_passes import Passes
 from megatron.schedules.programs.lowering import lower
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.text_forms import from_csv
@@ -33,7 +34,7 @@ def test_pieces_run_behind_a_message_and_w_does_the_rest(monkeypatch: pytest.Mon
     for module in (emulated_messages, emulated_passes):
         monkeypatch.setattr(module, "time", clock)
     schedule = from_csv(ROWS)
-    costs = Costs(2.0, 2.0, 0.5, messages=(0.25, 0.75)).on(schedule.placement)  # twice as long on one chunk
+    costs = Costs(LayerTimes(2.0, 2.0, 0.5, (0.25, 0.75))).on(schedule.placement)  # twice as long on one chunk
     stages = emulated_messages._HidingStages(Passes(costs, dict.fromkeys(Kind, 0.0)), lower(schedule)[0])
     for m in range(3):
         assert stages.forward(0, m, None, split=True, recompute=False) is not None

@@ -84,7 +84,7 @@ def test_random_problems_are_sound_and_reproducible(seed):
     request = drawn(seed)
     assert request == drawn(seed)
     assert request.memory_limit >= least_limit(request)
-    assert len(request.costs.stage_weights) == 4 * request.ranks
+    assert len(request.costs.model.layers) == 4 * request.ranks
 
 
 def test_lots_count_what_goes_wrong():

@@ -11,13 +11,13 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 
-REQUEST = Request("zb-1p", 2, 4, Costs(1, 1.25, 0.75))
+REQUEST = Request("zb-1p", 2, 4, Costs.of(1, 1.25, 0.75))
 
 
 def test_ranks_get_one_clock_and_their_figures_are_those_they_recorded():
     """Passes of 10 ms and messages of 0.5 ms, exactly, on clocks that are 7 s apart; recorded runs take 10 % longer."""
     schedule = plan(REQUEST)
-    timeline = simulate(schedule, Costs(10, 12.5, 7.5, 0.5).on(schedule.placement))
+    timeline = simulate(schedule, Costs.of(10, 12.5, 7.5, 0.5).on(schedule.placement))
     length = timeline.makespan / 1e3
     told = []
     for rank, rows in enumerate(zip(timeline.start, timeline.end, strict=True)):

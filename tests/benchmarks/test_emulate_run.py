@@ -13,7 +13,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.errors import PlanError
 
-REQUEST = Request("v-half", 2, 4, Costs(1, 1.25, 0.75))
+REQUEST = Request("v-half", 2, 4, Costs.of(1, 1.25, 0.75))
 
 
 @pytest.mark.full_matrix  # some seconds of starting processes

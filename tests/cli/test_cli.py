@@ -169,7 +169,7 @@ def test_draw_puts_1f1b_above_v_half(capsys):
 )
 @pytest.mark.parametrize("of", ["plans", "run"])
 def test_draw_draws_plans_and_runs_in_every_form(tmp_path, name, begins, of, capsys):
-    (tmp_path / "run.json").write_text(to_text(made(Costs(2, 1, 1))))
+    (tmp_path / "run.json").write_text(to_text(made(Costs.of(2, 1, 1))))
     asked = SIZE if of == "plans" else ["--recorded", str(tmp_path / "run.json")]
     assert main(["draw", *asked, "--output", str(tmp_path / name)]) == 0
     text = (tmp_path / name).read_text()
@@ -179,7 +179,7 @@ def test_draw_draws_plans_and_runs_in_every_form(tmp_path, name, begins, of, cap
 
 
 def test_a_run_is_drawn_in_the_terminal_too(tmp_path, capsys):
-    recorded = made(Costs(2, 1, 1))
+    recorded = made(Costs.of(2, 1, 1))
     (tmp_path / "run.json").write_text(to_text(recorded))
     assert main(["draw", "--recorded", str(tmp_path / "run.json"), "--format", "text"]) == 0
     text = capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, ca
     (request,) = asked
     assert (request.schedule, request.ranks, request.microbatches) == ("adaptive", 4, 8)
     assert (request.memory_limit, request.search_seconds, request.chunk_choices) == (0.6, 0.01, choices)
-    assert request.costs.weight_share == 0.5
+    assert request.costs.memory.weight_share == 0.5
 
 
 def test_what_a_weight_gradient_leaves_makes_room(capsys, tmp_path):

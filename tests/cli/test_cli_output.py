@@ -109,7 +109,7 @@ def test_memory_is_in_gib_too_where_the_costs_know_the_model(
 
 @pytest.mark.parametrize("of", ["plans", "run"])
 def test_draw_draws_text_on_a_terminal_and_svg_in_a_pipe(of: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "run.json").write_text(to_text(made(Costs(2, 1, 1))))
+    (tmp_path / "run.json").write_text(to_text(made(Costs.of(2, 1, 1))))
     arguments = ["draw", *(SIZE if of == "plans" else ["--recorded", str(tmp_path / "run.json")])]
     shown = on_a_terminal(arguments)
     assert "<svg" not in shown and "rank 0" in shown and "V-Half" in shown and "bubble" in shown

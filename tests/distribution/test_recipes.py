@@ -125,7 +125,7 @@ try:
 except PlanError as error:
     print("early:", error)
 
-costs = Costs(3, 2, 1)
+costs = Costs.of(3, 2, 1)
 timeline = simulate(schedule, costs.on(schedule.placement))
 ends = dict(zip(map(str, schedule.order[1]), timeline.end[1]))
 assert ends["1G1"] - ends["1F1"] == 1.5

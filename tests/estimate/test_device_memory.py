@@ -106,7 +106,7 @@ def ranks(schedule: str, of: Request, size: int = 4) -> list[float]:
 
 
 def in_bytes(made: Schedule, of: Request, count: Count, numbers: Numbers) -> tuple[RankMemory, ...]:
-    held, size = of.costs.memory, made.ranks
+    held, size = of.costs.in_bytes, made.ranks
     assert held is not None
     return memory(made, of.costs_on(made.placement), held.of_rank(size), [count] * size, numbers, [0.0] * size)
 

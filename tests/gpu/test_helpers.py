@@ -118,7 +118,7 @@ def spans_of(schedule, costs, stretch: float = 1.0) -> list[list[Span]]:
 @pytest.mark.parametrize("name", ["1f1b", "zb-1p", "v-half"])
 def test_passes_at_the_simulated_times_are_not_off(name):
     schedule = plan(Request(name, 4, 8))
-    costs = Costs(1.0, 1.1, 0.75, 0.05).on(schedule.placement)
+    costs = Costs.of(1.0, 1.1, 0.75, 0.05).on(schedule.placement)
     exact = spans_of(schedule, costs)
     figures = against_the_simulator(schedule, [exact] * 3)
     assert figures["starts off by, % of the iteration"] == pytest.approx(0, abs=1e-6)
@@ -128,7 +128,7 @@ def test_passes_at_the_simulated_times_are_not_off(name):
 
 def test_passes_that_come_late_are_off_by_as_much():
     schedule = plan(Request("1f1b", 4, 8))
-    exact = spans_of(schedule, Costs(1.0, 1.0, 1.0).on(schedule.placement))
+    exact = spans_of(schedule, Costs.of(1.0, 1.0, 1.0).on(schedule.placement))
     late = [[Span(s.action, s.began + 3.3 * (s.began > 7), s.ended + 3.3) for s in row] for row in exact]
     late[0][0] = exact[0][0]
     figures = against_the_simulator(schedule, [late])

@@ -47,7 +47,7 @@ def test_a_schedule_by_name_is_named():
 )
 def test_of_adaptive_both_the_limit_and_what_was_chosen_are_named(limit: float, chosen: str):
     """Within half the memory of 1F1B nothing that is found in so little time is shorter than V-Min."""
-    costs = Costs() if chosen == "v-min" else Costs(1, 1.1, 0.75, 0.05)
+    costs = Costs() if chosen == "v-min" else Costs.of(1, 1.1, 0.75, 0.05)
     request = Request("adaptive", 4, 8, costs, memory_limit=limit, search_seconds=0.001, chunk_choices=(2,))
     assert plan(request).name == chosen
     assert first_line(request).startswith(

@@ -13,6 +13,7 @@ from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, saved_timeline
 from megatron.schedules.report.idle import idle
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils import output_files
 from megatron.schedules.utils.errors import PlanError
@@ -72,7 +73,7 @@ def test_a_full_disk_stops_no_job_and_leaves_what_was_there(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(output_files.os, "fsync", full)
-    said = saved_timeline(made(Costs(2.0)), tmp_path)
+    said = saved_timeline(made(Costs(LayerTimes(2.0))), tmp_path)
     assert said == f"pipeline schedule: the timeline could not be written to {tmp_path}: No space left on device"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

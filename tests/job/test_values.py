@@ -26,7 +26,7 @@ GOOD = [
     (values.memory_limit, "1.5GiB", MemoryLimit("1.5GiB", size=1.5 * 2**30)),
     (values.memory_limit, "50%", MemoryLimit("50%", fraction=0.5)),
     (values.memory_limit, "AUTO", MemoryLimit("AUTO")),
-    (values.costs_choice, "1,2,3,0.5", values.CostsChoice("1,2,3,0.5", Costs(1, 2, 3, 0.5))),
+    (values.costs_choice, "1,2,3,0.5", values.CostsChoice("1,2,3,0.5", Costs.of(1, 2, 3, 0.5))),
     (values.costs_choice, "c.json", values.CostsChoice("c.json", file=Path("c.json"))),
     (values.layers_choice, None, None),
     (values.layers_choice, "even", "even"),

@@ -34,7 +34,7 @@ def waits(schedule: Schedule, start: Times, end: Times) -> float:
 @given(st.sampled_from(NAMED), st.integers(2, 5), st.integers(1, 9), TIMES, TIMES, TIMES, LATENCY, OFFSETS)
 def test_a_plan_comes_back_as_it_was_where_messages_wait_for_nothing_else(name, d, n, f, i, w, latency, offsets):
     schedule = plan(Request(name, d, n))
-    timeline = simulate(schedule, Costs(f, i, w, latency).on(schedule.placement))
+    timeline = simulate(schedule, Costs.of(f, i, w, latency).on(schedule.placement))
     found = aligned(schedule, *told(timeline, offsets))
     assert waits(schedule, found.start, found.end) >= -1e-9
     true = gaps(schedule, timeline.start, timeline.end)
@@ -47,8 +47,8 @@ def test_a_plan_comes_back_as_it_was_where_messages_wait_for_nothing_else(name, 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-1p", "v-half", "v-zb", "interleaved-1f1b"])
 def test_the_usual_plans_have_messages_that_wait_for_nothing_else(name):
-    schedule = plan(Request(name, 4, 16, Costs(1, 1.25, 0.75, 0.25)))
-    timeline = simulate(schedule, Costs(1, 1.25, 0.75, 0.25).on(schedule.placement))
+    schedule = plan(Request(name, 4, 16, Costs.of(1, 1.25, 0.75, 0.25)))
+    timeline = simulate(schedule, Costs.of(1, 1.25, 0.75, 0.25).on(schedule.placement))
     found = aligned(schedule, *told(timeline, [300.0, -7.5, 11.0, 0.125]))
     assert [pytest.approx(row) for row in timeline.start] == list(found.start)
 
@@ -57,7 +57,7 @@ def test_the_usual_plans_have_messages_that_wait_for_nothing_else(name):
 @given(schedules(), TIMES, TIMES, LATENCY, OFFSETS)
 def test_nothing_begins_before_what_it_waits_for_has_ended(schedule, f, i, latency, offsets):
     """Sensible or not, on any placement; and the first pass of all begins at 0."""
-    timeline = simulate(schedule, Costs(f, i, 1, latency).on(schedule.placement))
+    timeline = simulate(schedule, Costs.of(f, i, 1, latency).on(schedule.placement))
     found = aligned(schedule, *told(timeline, offsets))
     between = gaps(schedule, found.start, found.end)
     assert all(gap >= -1e-7 for gap in between.values())

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.cost_file import CustomCosts, read_costs, read_custom, read_profile
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import v_shape
@@ -28,14 +29,14 @@ def test_the_example_in_the_documentation_has_every_field_and_is_read():
     assert all(getattr(found, name) is not None for name in CustomCosts.__struct_fields__)
     assert set(re.findall(r'^  "(\w+)"', example[1], re.MULTILINE)) == set(CustomCosts.__struct_fields__)
     assert found.added_to(found.times or Costs()) == Costs(
-        1.0, 1.1, 0.75, 0.05, messages=(0.2, 0.2), weight_share=0.4, copy=0.7, one_way=True
+        LayerTimes(1.0, 1.1, 0.75, (0.2, 0.2)), link=Link(0.05), copies=HostCopies(0.7, True), memory=MemoryShares(0.4)
     )
 
 
 def test_a_file_with_a_version_alone_changes_nothing(tmp_path: Path):
     found = read_costs(Path(custom_costs(tmp_path)))
     assert isinstance(found, CustomCosts)
-    assert found.times is None and found.added_to(Costs(3, 2, 1)) == Costs(3, 2, 1)
+    assert found.times is None and found.added_to(Costs.of(3, 2, 1)) == Costs.of(3, 2, 1)
 
 
 def test_what_reads_measured_profiles_alone_refuses_one_written_by_hand(tmp_path: Path):
@@ -60,8 +61,8 @@ def test_half_a_ranks_layers_take_their_measured_milliseconds(tmp_path: Path):
     profile = read_profile(written(tmp_path / "p.json"))
     assert profile.layer_seconds == pytest.approx((0.01, 0.012, 0.008))
     costs = profile.costs(ranks=4)  # 32 layers: four in half a rank
-    assert (costs.forward, costs.input_grad, costs.weight_grad) == pytest.approx((40, 48, 32))
-    assert (costs.comm, costs.weight_share) == (0, 0.75)
+    assert costs.layers.passes == pytest.approx((40, 48, 32))
+    assert (costs.link.latency, costs.memory.weight_share) == (0, 0.75)
 
 
 def test_embedding_and_output_layer_that_were_measured_are_planned_for(tmp_path: Path):
@@ -111,7 +112,9 @@ def test_the_time_of_a_copy_is_by_the_slower_way(tmp_path: Path):
     profile = read_profile(written(tmp_path / "p.json", copy_gbps=rates))
     assert profile.copy_time(4) == pytest.approx(8000 / 1.6e9 * 1e3)
     assert profile.copy_time(4, both_ways=False) == pytest.approx(8000 / 2e9 * 1e3)
-    assert profile.costs(4) == replace(read_profile(written(tmp_path / "q.json")).costs(4), copy=profile.copy_time(4))
+    assert profile.costs(4) == replace(
+        read_profile(written(tmp_path / "q.json")).costs(4), copies=HostCopies(profile.copy_time(4))
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.measure.iteration_summary import (
     Iteration,
     iteration_of,
@@ -17,7 +18,8 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.simulator import Timeline, simulate
 
 LAYER = Part(split=Load(1, 1, 1, 1))
-SHARED = Costs(1, 1, 1, model=ModelLoads(Part(), (LAYER,) * 8, Part(whole=Load(2, 2, 2, 1))), shared_vocabulary=True)
+SHARED = Costs(model=ModelLoads(Part(), (LAYER,) * 8, Part(whole=Load(2, 2, 2, 1)), shared_vocabulary=True))
+SLOW = uneven(Costs(), (1, 1, 2, 1))
 
 
 def timeline(costs: Costs) -> Timeline:
@@ -39,7 +41,7 @@ def as_it_ran(planned: Timeline, replicas: int = 1) -> Iteration:
     )
 
 
-@pytest.mark.parametrize("costs", [Costs(2, 3, 1, 0.5), Costs(1, 1, 1, stage_weights=(1, 1, 2, 1)), SHARED])
+@pytest.mark.parametrize("costs", [Costs.of(2, 3, 1, 0.5), SLOW, SHARED])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_what_runs_as_planned_comes_to_what_was_planned(costs: Costs, replicas: int) -> None:
     planned = timeline(costs)
@@ -50,7 +52,7 @@ def test_what_runs_as_planned_comes_to_what_was_planned(costs: Costs, replicas: 
 
 
 def test_the_slowest_stage_is_held_against_the_mean() -> None:
-    stage, beyond = iteration_of(timeline(Costs(1, 1, 1, stage_weights=(1, 1, 2, 1)))).slowest
+    stage, beyond = iteration_of(timeline(SLOW)).slowest
     assert (stage, beyond) == (2, pytest.approx(2 / 1.25 - 1))
 
 

@@ -18,7 +18,8 @@ from megatron.schedules.measure.job_profile_json import from_text, to_text
 from megatron.schedules.measure.measured_passes import Conditions, RankMeasured, profile_of, rank_measured
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.schedule.costs import MOST_SHARE, Costs
+from megatron.schedules.schedule.cost_parts import MOST_SHARE, LayerTimes, MemoryShares
+from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
@@ -64,7 +65,7 @@ def test_stages_that_were_measured_have_the_times_that_were_measured(measured):
 
 def test_an_end_that_holds_far_more_than_its_layers_is_planned_for():
     found = profile(sequential(2), stage(4, 1, 1, 1, held=1.0), stage(4, 1, 1, 1, held=5000.0))
-    assert found.costs(2).weight_share == MOST_SHARE
+    assert found.costs(2).memory.weight_share == MOST_SHARE
 
 
 V = [stage(2, 2.5, 2.75, 1.6, 1200.0), *[stage(2, 2.0, 2.4, 1.6)] * 6, stage(2, 5.0, 8.4, 1.6, 3000.0)]
@@ -101,7 +102,7 @@ def test_an_output_layer_that_all_ranks_share_is_what_they_took_for_it():
         v_shape(4),
         *(replace(each, sizes={**each.sizes, Share.VOCABULARY: 100.0 * (Kind.S in each.times)}) for each in stages),
     )
-    shared = replace(found.costs(4), shared_vocabulary=True).on(v_shape(4))
+    shared = replace(found.costs(4), model=replace(found.model, shared_vocabulary=True)).on(v_shape(4))
     assert shared.times[Kind.S] == pytest.approx((0, 0, 0, 0, 1.5, 1.5, 1.5, 1.5))
     assert shared.times[Kind.T] == pytest.approx((0, 0, 0, 0, 0.75, 0.75, 0.75, 0.75))
     assert shared.times[Kind.F] == pytest.approx([each.median(Kind.F) for each in stages])
@@ -116,7 +117,7 @@ def test_forwards_done_again_and_copies_are_as_they_were_measured():
     found = profile(v_shape(4), *again, copy_gbps=CopyRates(2e-3, 1e-3, 1e-3))
     costs = found.costs(4).on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
     assert costs.times[Kind.R] == pytest.approx((1.2,) * 8)
-    assert found.costs(4).layer_input == pytest.approx(1 - 470 / 500)
+    assert found.costs(4).in_shares.layer_input == pytest.approx(1 - 470 / 500)
     assert found.copy_time(4) == pytest.approx(1.0), "1000 bytes at a megabyte a second"
 
 
@@ -187,7 +188,7 @@ def rows(costs: Costs, schedule_name: str, slower: float = 1.0) -> tuple[list[Ra
 
 
 def test_a_stage_takes_as_long_as_on_its_slowest_replica():
-    found, under = rows(Costs(2, 2.5, 1.5, weight_share=0.5), "zb-1p", slower=3.0)
+    found, under = rows(Costs(LayerTimes(2, 2.5, 1.5), memory=MemoryShares(0.5)), "zb-1p", slower=3.0)
     made = profile_of(found, under)
     assert made == profile_of(found[::-1], under), "the same on all ranks"
     assert made.replicas == 2 and made.layers == (4, 4)
@@ -211,12 +212,12 @@ def test_a_profile_tells_messages_from_the_passes_that_contain_them_and_exposed_
     assert all(each.messages == {Kind.F: 2.0, Kind.I: 1.0} for each in made.stages)
     costs = made.costs(2)
     # Two stages a rank, as half a rank's layers each.
-    assert (costs.forward, costs.input_grad, *costs.messages) == pytest.approx((5.0, 6.0, 2.0, 1.0))
+    assert (*costs.layers.passes[:2], *costs.layers.messages) == pytest.approx((5.0, 6.0, 2.0, 1.0))
     on_stages = made.stage_costs(Costs(), Decisions())
     assert on_stages.messages == {Kind.F: (2.0,) * 4, Kind.I: (1.0,) * 4}
     assert from_text(to_text(made)) == made
     plain = replace(made, stages=tuple(replace(each, messages={}) for each in made.stages), exposed=None)
-    assert plain.costs(2).messages == (0.0, 0.0) and plain.stage_costs(Costs(), Decisions()).messages == {}
+    assert plain.costs(2).layers.messages == (0.0, 0.0) and plain.stage_costs(Costs(), Decisions()).messages == {}
     assert "messages" not in to_text(plain) and from_text(to_text(plain)) == plain
     assert from_text(to_text(replace(made, exposed=None))).exposed is None
 
@@ -253,7 +254,7 @@ def test_the_file_names_the_sizes_as_ever():
 
 
 def test_a_backward_that_was_always_whole_is_halved_as_planned():
-    found, under = rows(Costs(2, 2.5, 1.5), "1f1b")
+    found, under = rows(Costs.of(2, 2.5, 1.5), "1f1b")
     made = profile_of(found, under).stages[0]
     assert made.halved and made.median(Kind.B) == pytest.approx(8.0)
     assert (made.median(Kind.I), made.median(Kind.W)) == pytest.approx((5.0, 3.0))

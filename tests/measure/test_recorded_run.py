@@ -9,6 +9,7 @@ import pytest
 
 from megatron.schedules.measure.recorded_run import Recorded, read_recorded, to_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.errors import PlanError
@@ -23,7 +24,10 @@ def made(measured: Costs) -> Recorded:
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path):
-    recorded, path = made(Costs(1.5, 1.25, 0.75, 0.5, latencies=((0, 1, 0.75), (2, 1, 0.25)))), tmp_path / "run.json"
+    recorded, path = (
+        made(Costs(LayerTimes(1.5, 1.25, 0.75), link=Link(0.5, ((0, 1, 0.75), (2, 1, 0.25))))),
+        tmp_path / "run.json",
+    )
     path.write_text(to_text(recorded))
     assert read_recorded(path) == recorded
 

@@ -9,7 +9,9 @@ from functools import lru_cache
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import Pass
@@ -69,28 +71,22 @@ def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrateg
 def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
     """Costs of any proportion, with and without link latency, messages of experts and stages that take or hold more."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
-    by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
+    by_stage = st.lists(length, min_size=placement.stages, max_size=placement.stages)
     latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))
     forward, input_grad, waiting = draw(length), draw(length), st.sampled_from((0.0, 0.0, 0.25, 1.0))
-    return replace(
-        draw(recomputing()),
-        forward=forward,
-        input_grad=input_grad,
-        messages=(draw(waiting) * forward, draw(waiting) * input_grad),
-        weight_grad=draw(length),
-        comm=draw(latency),
-        stage_weights=draw(by_stage),
-        stage_activations=draw(by_stage),
-    )
+    messages = draw(waiting) * forward, draw(waiting) * input_grad
+    again = draw(recomputing())
+    layers = LayerTimes(forward, input_grad, draw(length), messages, stock_recompute=again.layers.stock_recompute)
+    costs = replace(again, layers=layers, link=Link(draw(latency)))
+    return uneven(costs, draw(by_stage), draw(by_stage)) if draw(st.booleans()) else costs
 
 
 @st.composite
 def recomputing(draw: st.DrawFn) -> Costs:
     """Unit costs that recompute nothing, all, or a part, and keep for W what they may, or more than F left."""
     share, left_to_w = st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.0, 0.25, 1.0, 1.75))
-    return draw(
-        st.sampled_from((Costs(), Costs(stock_recompute=draw(share), kept=draw(share), weight_share=draw(left_to_w))))
-    )
+    again = Costs(LayerTimes(stock_recompute=draw(share)), memory=MemoryShares(draw(left_to_w), kept=draw(share)))
+    return draw(st.sampled_from((Costs(), again)))
 
 
 @st.composite

@@ -56,10 +56,11 @@ def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass
 
 def _hide(row: tuple[Pass, ...], length: dict[Pass, float], costs: Costs) -> None:
     """Takes from each W what runs behind messages of experts: of those that come next and are due, in order."""
-    again = costs.stock_recompute
+    again = costs.layers.stock_recompute
     shares = {
-        Kind.F: costs.messages[0] / costs.forward,
-        Kind.I: (costs.messages[1] + again * costs.messages[0]) / (costs.input_grad + again * costs.forward),
+        Kind.F: costs.layers.messages[0] / costs.layers.forward,
+        Kind.I: (costs.layers.messages[1] + again * costs.layers.messages[0])
+        / (costs.layers.input_grad + again * costs.layers.forward),
     }
     ends = {work.stage: work for work in row if work.kind in (Kind.W, Kind.B)}
     for place, work in enumerate(row):
@@ -74,14 +75,15 @@ def _hide(row: tuple[Pass, ...], length: dict[Pass, float], costs: Costs) -> Non
 
 
 def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:
-    again = costs.stock_recompute * costs.forward
+    again = costs.layers.stock_recompute * costs.layers.forward
     half = {
-        Kind.F: costs.forward,
-        Kind.I: again + costs.input_grad,
-        Kind.W: costs.weight_grad,
-        Kind.B: again + costs.input_grad + costs.weight_grad,
+        Kind.F: costs.layers.forward,
+        Kind.I: again + costs.layers.input_grad,
+        Kind.W: costs.layers.weight_grad,
+        Kind.B: again + costs.layers.input_grad + costs.layers.weight_grad,
     }[work.kind]
-    weight = costs.stage_weights[work.stage] if costs.stage_weights else 1.0
+    model = costs.model
+    weight = 1.0 if model.divisible else model.layers[work.stage].split.forward / model.mean.forward
     return half * 2 / _stages_a_rank(schedule) * weight
 
 
@@ -95,18 +97,19 @@ def held_at(time: float, rank: int, schedule: Schedule, costs: Costs, spans: Spa
     for work in schedule.order[rank]:
         if work.kind is not Kind.F:
             continue
-        share = costs.stage_activations[work.stage] if costs.stage_activations else 1.0
+        model = costs.model
+        share = 1.0 if model.divisible else model.layers[work.stage].split.held / model.mean.held
         one = share / _stages_a_rank(schedule)
         ends = {kind: spans[found][1] for kind in Kind if (found := Pass(work.stage, kind, work.microbatch)) in spans}
         if Kind.B in ends:
             if spans[work][0] <= time < ends[Kind.B]:
-                held += costs.kept * one
+                held += costs.memory.kept * one
             continue
         begins = spans[Pass(work.stage, Kind.I, work.microbatch)][0]
         # What I makes is there from its start; what it gives back is there until its end.
-        turn = begins if costs.weight_share > costs.kept else ends[Kind.I]
+        turn = begins if costs.memory.weight_share > costs.memory.kept else ends[Kind.I]
         if spans[work][0] <= time < turn:
-            held += costs.kept * one
+            held += costs.memory.kept * one
         elif turn <= time < ends[Kind.W]:
-            held += costs.weight_share * one
+            held += costs.memory.weight_share * one
     return held

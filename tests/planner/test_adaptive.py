@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.adaptive import bound, chunk_choices, least_limit
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.validation import validate
@@ -57,14 +60,13 @@ def requests(draw: st.DrawFn) -> Request:
     d = draw(st.integers(2, 6))
     n = draw(st.integers(1, 3 * d if d < 5 else d + 3))
     length = st.integers(4, 12).map(lambda quarters: quarters / 4)
-    slices = st.lists(st.integers(0, 6).map(lambda halves: halves / 2), min_size=4 * d, max_size=4 * d).map(tuple)
-    by_slice = st.none() | slices
+    slices = st.lists(st.integers(0, 6).map(lambda halves: halves / 2), min_size=4 * d, max_size=4 * d).filter(any)
+    by_slice = st.just((1.0,) * 4 * d) | slices
     latency = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
     times = draw(length), draw(length), draw(length)
     again = draw(recomputing())
-    costs = Costs(
-        *times, latency, draw(by_slice), draw(by_slice), again.weight_share, again.stock_recompute, again.kept
-    )
+    equal = replace(again, layers=LayerTimes(*times, stock_recompute=again.layers.stock_recompute), link=Link(latency))
+    costs = uneven(equal, draw(by_slice), draw(by_slice)) if draw(st.booleans()) else equal
     least = least_limit(asked(d, n, None, costs))
     return asked(d, n, max(least, 0.01) + draw(st.integers(0, 5 * d)) / (4 * d), costs)
 
@@ -83,14 +85,14 @@ def test_so_are_longer_pipelines_however_little_is_searched(d: int, n: int, limi
 @pytest.mark.parametrize("limit", [2.0, 4.0, 6.0])
 def test_a_named_schedule_wins_where_others_need_more_memory_or_more_messages(limit: float):
     """On one chunk a rank holds twice what it does on two; but messages are slow, and one chunk has a third of them."""
-    costs = Costs(1, 1, 1, 7, stage_activations=(2.0,) * 4 + (0.0,) * 4)
+    costs = uneven(Costs.of(1, 1, 1, 7), (1.0,) * 8, (2.0,) * 4 + (0.0,) * 4)
     check(asked(2, 2, limit / 2, costs))
     check(asked(2, 3, limit / 2, costs))
 
 
 @pytest.mark.parametrize("held", [0.0, 3.0])
 def test_it_plans_where_activations_are_nothing_or_more_than_1f1b_holds(held: float):
-    request = asked(2, 4, max(held, 1.0) / 2, Costs(stage_activations=(held,) * 8))
+    request = asked(2, 4, max(held, 1.0) / 2, Costs(memory=MemoryShares(held, kept=min(held, 1.0))))
     check(request)
     check(replace(request, memory_limit=5.0))
 
@@ -99,7 +101,7 @@ def test_it_plans_where_activations_are_nothing_or_more_than_1f1b_holds(held: fl
     "costs",
     [
         Costs.parse(REAL),
-        Costs(1, 2, 0.5, 0.2, stage_weights=(1.5, *(1.0,) * 14, 1.8), stage_activations=(2.0, *(1.0,) * 15)),
+        uneven(Costs.of(1, 2, 0.5, 0.2), (1.5, *(1.0,) * 14, 1.8), (2.0, *(1.0,) * 15)),
     ],
     ids=["even", "uneven"],
 )
@@ -121,7 +123,7 @@ def test_the_same_request_gives_the_same_plan():
 def test_costs_in_another_unit_give_the_same_plan():
     unit = 2.0**-20
     costs = Costs.parse(REAL)
-    small = Costs(costs.forward * unit, costs.input_grad * unit, costs.weight_grad * unit, costs.comm * unit)
+    small = costs.scaled(lambda time: unit * time)
     assert plan(asked(4, 9, 0.6, small)) == plan(asked(4, 9, 0.6, costs))
 
 
@@ -153,7 +155,7 @@ def refused(request: Request) -> str:
 @pytest.mark.parametrize(("d", "n"), [(2, 1), (3, 4), (7, 9)])
 @pytest.mark.parametrize("slices", [None, (1.0, 2.5, 0.7, 1.1)])
 def test_too_small_a_limit_is_refused_with_the_smallest_that_works(d: int, n: int, slices: tuple[float, ...] | None):
-    costs = Costs(stage_activations=None if slices is None else slices * d)
+    costs = Costs() if slices is None else uneven(Costs(), (1.0,) * 4 * d, slices * d)
     said = refused(asked(d, n, 0.01, costs))
     assert said.startswith(f"a memory limit of 0.01 of 1F1B's is too small for {d} ranks: ")
     smallest = float(said.split(": ")[1].removesuffix(" is the smallest that works"))
@@ -203,10 +205,11 @@ def test_what_has_a_name_but_other_chunks_is_no_answer():
     assert timed(plan(replace(request, schedule="v-zb")), request.costs).makespan < bound(request)
 
 
-def test_costs_by_slice_rule_out_chunks_they_do_not_go_with():
-    costs = Costs(stage_weights=(1.0,) * 8)
-    assert plan(asked(4, 8, 0.6, costs)).placement == v_shape(4)
-    check(asked(4, 8, 0.6, costs))
+def test_settled_layers_rule_out_chunks_they_do_not_go_with():
+    request = asked(4, 8, 0.6, uneven(Costs(), (1.0,) * 8), decisions=Decisions(layers=(1,) * 8))
+    timeline = found(request)
+    assert timeline.schedule.placement == v_shape(4)
+    assert timeline.peak <= 0.6 * 4 + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import examples
 
-REAL = Costs(1, 1.1, 0.75, 0.05)
+REAL = Costs.of(1, 1.1, 0.75, 0.05)
 LAYER = Part(split=Load(10, 12, 8, 100))
 MODEL = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 10, Part(whole=Load(26, 31, 21, 100))))
 LITTLE = 0.02
@@ -46,7 +46,7 @@ def test_no_schedule_by_name_that_fits_is_shorter(
     ranks: int, rounds: float, times: tuple[float, float, float], comm: float, limit: float
 ):
     microbatches = max(1, round(rounds * ranks))
-    asked = Request("auto", ranks, microbatches, Costs(*times, comm), memory_limit=limit, search_seconds=LITTLE)
+    asked = Request("auto", ranks, microbatches, Costs.of(*times, comm), memory_limit=limit, search_seconds=LITTLE)
     assert_shortest(make_plan(asked), limit)
 
 
@@ -122,7 +122,7 @@ def test_it_says_what_vocabulary_parallelism_would_gain_where_that_is_a_bottlene
     heavy = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part(whole=Load(60, 70, 50, 100))))
     asked = Request("auto", 3, 9, heavy, memory_limit=1.0, search_seconds=LITTLE, chunk_choices=(1, 2))
     found = make_plan(asked)
-    shared = make_plan(replace(asked, costs=replace(heavy, shared_vocabulary=True)))
+    shared = make_plan(replace(asked, costs=replace(heavy, model=replace(heavy.model, shared_vocabulary=True))))
     said = re.search(r"vocabulary parallelism would make the iteration some (\d+) % shorter", found.explanation)
     assert said is not None
     assert int(said[1]) == pytest.approx(100 * (1 - shared.iteration_time / found.iteration_time), abs=2)

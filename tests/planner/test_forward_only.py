@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape, zigzag
@@ -25,7 +26,7 @@ PLACEMENTS = st.one_of(
 @examples(100)
 @given(PLACEMENTS, st.integers(1, 12), st.sampled_from((0.0, 0.05, 1.0, 8.0)))
 def test_every_forward_is_done_once_where_its_stage_is(placement: Placement, microbatches: int, latency: float):
-    costs = Costs(comm=latency)
+    costs = Costs(link=Link(latency))
     schedule = forward_only(placement, microbatches, costs)
     assert (schedule.placement, schedule.microbatches) == (placement, microbatches)
     for rank, row in enumerate(schedule.order):
@@ -42,7 +43,7 @@ def test_each_rank_does_the_oldest_microbatch_that_is_ready(
 ):
     """Against a ticking clock: each tick a free rank takes the oldest that has come in, of two the earlier stage."""
     # Costs are of half a rank's layers: a whole number of ticks for each stage.
-    costs = Costs(forward * placement.chunks / 2, comm=latency)
+    costs = Costs(LayerTimes(forward * placement.chunks / 2), link=Link(latency))
     assert forward_only(placement, microbatches, costs).order == _ticked(placement, microbatches, forward, latency)
 
 

@@ -23,7 +23,7 @@ from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.errors import PlanError
 
 LAYER = Part(split=Load(10, 12, 8, 100))
-COSTS = Costs(1, 1.1, 0.75, 0.05)
+COSTS = Costs.of(1, 1.1, 0.75, 0.05)
 ADAPTIVE: dict[str, Any] = {"memory_limit": 0.75, "search_seconds": 0.2, "chunk_choices": (2,)}
 
 
@@ -81,7 +81,7 @@ def test_within_one_per_cent_of_the_best_of_all_partitions(name: str, d: int, n:
 def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: float):
     request = asked(name, 3, 7, 12, ends)
     found = partition_layers(request)
-    ours, even = timed(found), request.costs.model.evenly(len(found.decisions.layers))  # type: ignore[union-attr, arg-type]
+    ours, even = timed(found), request.costs.model.evenly(len(found.decisions.layers))  # type: ignore[arg-type]
     placed = replace(request, chunk_choices=found.chunk_choices)
     others = [even]
     for source, to in permutations(range(len(even)), 2):
@@ -172,8 +172,7 @@ def test_what_was_found_is_kept(tmp_path, monkeypatch, name: str):
 def test_layers_placed_for_costs_in_any_unit_are_the_same(name: str, factor: float):
     request = asked(name, 2, 6, 8)
     costs = request.costs
-    times = {field: factor * getattr(costs, field) for field in ("forward", "input_grad", "weight_grad", "comm")}
-    scaled = replace(request, costs=replace(costs, **times))
+    scaled = replace(request, costs=costs.scaled(lambda time: factor * time))
     found = partition_layers(scaled)
     assert replace(found, costs=costs) == replace(partition_layers(request), costs=costs)
     assert found.costs == scaled.costs

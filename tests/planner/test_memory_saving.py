@@ -17,6 +17,7 @@ from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_cache import cached_saving
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
@@ -33,7 +34,7 @@ from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError
 
-REAL = Costs(1, 1.1, 0.75, 0.05)
+REAL = Costs.of(1, 1.1, 0.75, 0.05)
 
 
 def timed(csv: str, costs: Costs, decisions: Decisions) -> Timeline:
@@ -47,7 +48,7 @@ def spans(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
 
 
 def test_a_forward_done_again_keeps_its_input_until_then():
-    costs, again = Costs(3, 2, 1, layer_input=0.25), Decisions(recomputed=(1.0,))
+    costs, again = Costs(LayerTimes(3, 2, 1), memory=MemoryShares(layer_input=0.25)), Decisions(recomputed=(1.0,))
     timeline = timed("0F0,0F1,0R1,0I1,0W1,0R0,0I0,0W0\n", costs, again)
     # One chunk is two halves of a rank's layers.
     assert timeline.end[0] == (6, 12, 18, 22, 24, 30, 34, 36)
@@ -57,14 +58,16 @@ def test_a_forward_done_again_keeps_its_input_until_then():
 
 
 def test_where_no_r_comes_a_forward_keeps_all():
-    timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(layer_input=0.2), Decisions(recomputed=(0.5,)))
+    timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(memory=MemoryShares(layer_input=0.2)), Decisions(recomputed=(0.5,)))
     assert timeline.end[0][3] - timeline.end[0][2] == 1, "half of the layers are recomputed"
     # A fifth of the recomputed or offloaded half stays.
     assert timeline.peak == pytest.approx(1 + 0.6)
 
 
 def test_a_copy_begins_with_its_forwards_end_and_ends_at_its_place():
-    timeline = timed("0F0,0F1,0O0,0O1,0L1,0I1,0W1,0L0,0I0,0W0\n", Costs(copy=3), Decisions(offloaded=(1.0,)))
+    timeline = timed(
+        "0F0,0F1,0O0,0O1,0L1,0I1,0W1,0L0,0I0,0W0\n", Costs(copies=HostCopies(3)), Decisions(offloaded=(1.0,))
+    )
     # A forward takes 2 and a copy 6: the second waits for the channel, computing for both.
     assert spans(timeline, 0)["0O0"] == (2, 8)
     assert spans(timeline, 0)["0O1"] == (8, 14)
@@ -79,7 +82,7 @@ def test_a_copy_begins_with_its_forwards_end_and_ends_at_its_place():
 
 def test_one_channel_for_both_ways_is_shared():
     csv = "0F0,0O0,0F1,0L0,0O1,0I0,0W0,0L1,0I1,0W1\n"
-    both, one = (timed(csv, Costs(copy=1, one_way=way), Decisions(offloaded=(1.0,))) for way in (False, True))
+    both, one = (timed(csv, Costs(copies=HostCopies(1, way)), Decisions(offloaded=(1.0,))) for way in (False, True))
     # The second forward ends at 6; its copy goes at once, and that back with it or after it.
     assert spans(both, 0)["0O1"] == (6, 8) and spans(both, 0)["0L0"] == (6, 8)
     assert spans(one, 0)["0O1"] == (6, 8) and spans(one, 0)["0L0"] == (8, 10)
@@ -110,7 +113,7 @@ def saved(draw: st.DrawFn) -> tuple[Problem, float]:
     parts = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=placement.stages, max_size=placement.stages)
     offloaded = draw(parts)
     recomputed = [min(part, 1 - out) for part, out in zip(draw(parts), offloaded, strict=True)]
-    costs = replace(REAL, copy=draw(st.sampled_from([0.1, 0.7, 2.0])), one_way=draw(st.booleans()))
+    costs = replace(REAL, copies=HostCopies(draw(st.sampled_from([0.1, 0.7, 2.0])), draw(st.booleans())))
     decisions = Decisions(recomputed=tuple(recomputed), offloaded=tuple(offloaded))
     problem = Problem(placement, draw(st.integers(1, 6)), costs.on(placement, decisions))
     return problem, problem.least * draw(st.sampled_from([1.0, 1.3, 2.0, 8.0]))
@@ -165,12 +168,12 @@ def shortest(problem: Problem, limit: float) -> float:
 def test_half_a_microbatch_of_memory_lets_several_be_under_way(saving: str, most: float):
     placement = zigzag(4, 4)
     decisions = Decisions(**{saving: (1.0,) * placement.stages})
-    assert shortest(Problem(placement, 8, replace(REAL, copy=1.425).on(placement, decisions)), 0.5) < most
+    assert shortest(Problem(placement, 8, replace(REAL, copies=HostCopies(1.425)).on(placement, decisions)), 0.5) < most
 
 
 def test_recompute_overtakes_with_the_passes_that_free_its_memory():
     """Both microbatches' gradients come at once, and memory is enough for one recompute: the second need not wait."""
-    costs, again = Costs(layer_input=0.1), Decisions(recomputed=(1.0,))
+    costs, again = Costs(memory=MemoryShares(layer_input=0.1)), Decisions(recomputed=(1.0,))
     problem = Problem(sequential(1), 2, costs.on(sequential(1), again))
     passes = {str(work): number for number, work in enumerate(problem.passes)}
     names = "0F0,0F1,0R0,0I0,0W0,0R1,0I1,0W1"
@@ -204,7 +207,7 @@ def test_rounds_with_saving_passes_stay_valid_and_within_the_limit(
 
 
 def asked(limit: float, *, d: int = 4, n: int = 8, **how: bool) -> Request:
-    costs = replace(REAL, copy=2.85 / 4) if how.get("offload") else REAL
+    costs = replace(REAL, copies=HostCopies(2.85 / 4)) if how.get("offload") else REAL
     return Request("adaptive", d, n, costs, memory_limit=limit, search_seconds=0.1, **how)
 
 
@@ -232,7 +235,7 @@ def test_memory_saving_never_makes_a_plan_longer(limit: float, how: dict[str, bo
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("limit", [0.15, 0.25, 0.375])
 def test_both_together_are_no_longer_than_either(limit: float):
-    request = replace(asked(limit, recompute=True, offload=True), costs=replace(REAL, copy=0.7))
+    request = replace(asked(limit, recompute=True, offload=True), costs=replace(REAL, copies=HostCopies(0.7)))
     alone = [save_memory(replace(request, recompute=False)), save_memory(replace(request, offload=False))]
     assert makespan(save_memory(request)) <= min(map(makespan, alone)) + 1e-9
 
@@ -270,7 +273,7 @@ _GREEDY = [(4, 16, {"recompute": True}, 130.9), (4, 16, {"offload": True}, 149.0
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(("d", "n", "how", "greedy"), _GREEDY)
 def test_the_default_search_is_no_longer_than_a_greedy_order(d: int, n: int, how: dict[str, bool], greedy: float):
-    costs = replace(REAL, copy=1.425)
+    costs = replace(REAL, copies=HostCopies(1.425))
     request = Request("adaptive", d, n, costs, memory_limit=0.125, chunk_choices=(1, 2, 4), **how)
     assert makespan(save_memory(request)) <= greedy + 1e-6
 
@@ -295,7 +298,9 @@ def test_8_chunks_are_tried_where_a_rank_may_hold_less_than_a_microbatch(
 
 @pytest.mark.parametrize("how", [{"recompute": True}, {"offload": True}], ids=str)
 def test_8_chunks_give_shorter_plans_there(how: dict[str, bool]):
-    request = Request("adaptive", 4, 16, replace(REAL, copy=1.425), memory_limit=0.125, search_seconds=0.3, **how)
+    request = Request(
+        "adaptive", 4, 16, replace(REAL, copies=HostCopies(1.425)), memory_limit=0.125, search_seconds=0.3, **how
+    )
     few, more = (makespan(save_memory(replace(request, chunk_choices=each))) for each in ((1, 2, 4), (1, 2, 4, 8)))
     assert more < 0.95 * few
 
@@ -312,6 +317,6 @@ def test_plans_hold_what_was_promised(limit: float):
     request = Request("adaptive", 8, 32, REAL, memory_limit=limit, chunk_choices=(1, 2, 4, 8), recompute=True)
     assert makespan(save_memory(request)) < again + 0.5
     for share, most in zip((4, 2), offload, strict=True):
-        costs = replace(REAL, copy=2.85 / share)
+        costs = replace(REAL, copies=HostCopies(2.85 / share))
         request = replace(request, costs=costs, recompute=False, offload=True)
         assert makespan(save_memory(request)) < 1.03 * most

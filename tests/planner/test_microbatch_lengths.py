@@ -11,6 +11,7 @@ import pytest
 
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner, candidates
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
@@ -24,7 +25,7 @@ from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import written
 from tests.planner.test_microbatch_order import ONCE, sequences
 
-COSTS = Costs(1, 1.6, 0.5, 0.02, attention=(0.6, 0.75))
+COSTS = Costs(LayerTimes(1, 1.6, 0.5, attention=(0.6, 0.75)), link=Link(0.02))
 SETTINGS = {
     "v-half": Request("v-half", 4, 10, COSTS),
     "1f1b": Request("1f1b", 4, 9, COSTS),
@@ -50,7 +51,7 @@ def test_times_and_memory_follow_tokens_and_squares():
     loads = MicrobatchLoads.of([[1000], [400, 100], [250] * 4], 1000)
     assert loads.tokens == (1, 0.5, 1)
     assert loads.squares == pytest.approx((1, 0.17, 0.25))
-    costs = replace(Costs(2, 3, 1, attention=(0.5, 0.4)).on(sequential(2)), loads=loads)
+    costs = replace(Costs(LayerTimes(2, 3, 1, attention=(0.5, 0.4))).on(sequential(2)), loads=loads)
     row = [Pass(0, kind, m) for kind in (Kind.F, Kind.I, Kind.W, Kind.B) for m in range(3)]
     one_chunk = [2 * each for each in (2, 1 * 0.5 + 1 * 0.17, 1 + 0.25)]
     assert costs.durations_of(row)[:3] == pytest.approx(one_chunk)
@@ -65,7 +66,9 @@ def test_times_and_memory_follow_tokens_and_squares():
 
 
 def test_attention_of_recomputed_forwards_counts_in_i():
-    plain, again = (Costs(2, 3, 1, attention=(0.5, 0.4), stock_recompute=share).on(sequential(2)) for share in (0, 1))
+    plain, again = (
+        Costs(LayerTimes(2, 3, 1, attention=(0.5, 0.4), stock_recompute=share)).on(sequential(2)) for share in (0, 1)
+    )
     assert plain.of_attention[Kind.I] == pytest.approx((2.4, 2.4))
     assert again.of_attention[Kind.I] == pytest.approx((4.4, 4.4))
 
@@ -73,7 +76,7 @@ def test_attention_of_recomputed_forwards_counts_in_i():
 def test_an_iteration_is_timed_by_its_microbatches():
     schedule = written(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     loads = MicrobatchLoads((1.0, 0.5), (1.0, 0.25))
-    timeline = simulate(schedule, replace(Costs(0.5, 0.5, 0.5).on(sequential(2)), loads=loads))
+    timeline = simulate(schedule, replace(Costs.of(0.5, 0.5, 0.5).on(sequential(2)), loads=loads))
     assert timeline.end == ((1, 1.5, 6, 7), (2, 4, 4.5, 5.5))
     assert timeline.peaks == (1.5, 1)
 

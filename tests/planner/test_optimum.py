@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
@@ -21,7 +22,7 @@ FACTOR = 1.01
 
 
 def makespan(name: str, d: int, n: int, costs: tuple[int, int, int, int]) -> float:
-    asked = Costs(*costs)
+    asked = Costs.of(*costs)
     return timed(plan(Request(name, d, n, asked)), asked).makespan
 
 
@@ -68,7 +69,10 @@ def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, cop
     """The plan on the V where these stages are recomputed or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
     again, moved = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
-    costs, decisions = Costs(*SAVING, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=moved)
+    costs, decisions = (
+        Costs(LayerTimes(*SAVING), copies=HostCopies(copy), memory=MemoryShares(layer_input=0.0)),
+        Decisions(recomputed=again, offloaded=moved),
+    )
     request = Request(
         "adaptive",
         d,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner import plan_cache
@@ -27,7 +28,7 @@ from megatron.schedules.utils.progress import Progress
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
-REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
+REQUEST = Request("adaptive", 3, 4, Costs.of(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
 LARGE = Request("1f1b", 8, 512)
 
 
@@ -69,10 +70,10 @@ def test_the_same_is_searched_once(kept: Path, searched: list[Request], caplog: 
         replace(REQUEST, memory_limit=0.8),
         replace(REQUEST, search_seconds=0.02),
         replace(REQUEST, chunk_choices=(1, 2)),
-        replace(REQUEST, costs=Costs(1, 1.1, 0.75, 0.0500001)),
-        replace(REQUEST, costs=replace(REQUEST.costs, stage_weights=(1.0,) * 12)),
+        replace(REQUEST, costs=Costs.of(1, 1.1, 0.75, 0.0500001)),
+        replace(REQUEST, costs=uneven(REQUEST.costs, (1.0,) * 12)),
     ],
-    ids=["microbatches", "limit", "seconds", "chunks", "link latency", "weights"],
+    ids=["microbatches", "limit", "seconds", "chunks", "link latency", "layers"],
 )
 def test_something_else_is_searched_for_itself(kept: Path, searched: list[Request], other: Request):
     cached_plan(REQUEST)

@@ -16,6 +16,7 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to_text
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.schedule import Schedule
@@ -153,7 +154,7 @@ def test_every_sort_of_pass_and_copy_reads_back():
     csv = from_csv("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1I0,1F1,1R1,1B1,1W0\n")
     latencies = ((0, 1, 0.25), (1, 0, 2.0))
     for one_way in (False, True):
-        costs = Costs(1, 1, 1, copy=1.5, one_way=one_way, latencies=latencies)
+        costs = Costs(LayerTimes(1, 1, 1), link=Link(pairs=latencies), copies=HostCopies(1.5, one_way))
         timeline = timed(csv, costs, Decisions(recomputed=(0, 1), offloaded=(1, 0)))
         assert from_text(document_of(timeline, costs)) == timeline
         assert assert_follows(json.loads(document_of(timeline, costs)))["copying"] > 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from tests.planner.made_schedules import NAMED, REAL, UNIT, planned, timed
@@ -51,8 +50,8 @@ def test_at_unit_costs_only_the_first_forwards_way_in_is_idle(name: str, stage_f
 def test_zb_2p_idles_for_the_first_forwards_way_in_alone(costs: str):
     asked = Costs.parse(costs)
     for d in (2, 3, 4, 8, 16):
-        way_in = (d - 1) * (2 * asked.forward + asked.comm)
-        work = 2 * d * 2 * (asked.forward + asked.input_grad + asked.weight_grad)
+        way_in = (d - 1) * (2 * asked.layers.forward + asked.link.latency)
+        work = 2 * d * 2 * sum(asked.layers.passes)
         assert planned("zb-2p", d, 2 * d, costs).makespan == pytest.approx(work + way_in)
 
 
@@ -65,12 +64,13 @@ def test_eager_1f1b_hides_link_latency_that_1f1b_waits_for(d: int, n: int):
 # --- costs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cost", ["forward", "input_grad", "weight_grad", "comm"])
+@pytest.mark.parametrize("cost", ["forward", "input_grad", "weight_grad", "latency"])
 @pytest.mark.parametrize("name", NAMED)
 def test_every_cost_counts(name: str, cost: str):
     """Whichever of the four is doubled, the plan made for it takes longer."""
-    costs = Costs.parse(REAL)
-    dearer = replace(costs, **{cost: 2 * getattr(costs, cost)})
+    costs = {"forward": 1, "input_grad": 1.1, "weight_grad": 0.75, "latency": 0.05}
+    assert Costs.of(**costs) == Costs.parse(REAL)
+    dearer = Costs.of(**costs | {cost: 2 * costs[cost]})
     assert timed(plan(Request(name, 4, 9, dearer)), dearer).makespan > planned(name, 4, 9, REAL).makespan
 
 
@@ -89,7 +89,7 @@ def test_planned_for_a_heavy_end_it_runs_shorter(name: str, heavy: str, d: int, 
     """An embedding or an output layer makes an end of the model heavier; both are on rank 0 of a V."""
     even = [1.0] * (2 * d - 1)
     weights = (1.6, *even) if heavy == "first" else (*even, 1.6)
-    costs = replace(Costs.parse(REAL), stage_weights=weights)
+    costs = uneven(Costs.parse(REAL), weights)
     blind = timed(planned(name, d, n, REAL).schedule, costs)
     knowing = timed(plan(Request(name, d, n, costs)), costs)
     assert knowing.makespan < blind.makespan
@@ -100,7 +100,7 @@ def test_planned_for_a_heavy_end_it_runs_shorter(name: str, heavy: str, d: int, 
 def test_the_unit_of_time_does_not_matter(name: str, unit: float):
     """A pass of a millisecond is 0.001, 1, 1,000 or 1,000,000, and its plan the same; powers of two round nothing."""
     costs = Costs.parse(REAL)
-    scaled = Costs(costs.forward * unit, costs.input_grad * unit, costs.weight_grad * unit, costs.comm * unit)
+    scaled = costs.scaled(lambda time: unit * time)
     for d, n in ((4, 9), (8, 24)):
         makespan = timed(plan(Request(name, d, n, scaled)), scaled).makespan
         assert makespan / unit == pytest.approx(planned(name, d, n, REAL).makespan)

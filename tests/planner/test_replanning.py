@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner import background
 from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlanError
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, digest, moved, propose, read_rows
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import simulate
@@ -23,7 +25,8 @@ from megatron.schedules.utils.errors import PlanError
 from tests.waiting import HANGS_S, until
 
 ADAPTIVE = Request("adaptive", 4, 8, memory_limit=0.75, search_seconds=0.05, chunk_choices=(2,))
-MEASURED = Costs(1, 2.2, 0.5, 0.3, stage_weights=(1, 1, 1.6, 1, 1, 1.6, 1, 1))
+EQUAL = Costs.of(1, 2.2, 0.5, 0.3)
+MEASURED = uneven(EQUAL, (1, 1, 1.6, 1, 1, 1.6, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,7 @@ MEASURED = Costs(1, 2.2, 0.5, 0.3, stage_weights=(1, 1, 1.6, 1, 1, 1.6, 1, 1))
 )
 def test_a_plan_for_measured_costs_is_shorter_under_them_than_the_one_for_assumed_costs(request_: Request) -> None:
     current = plan(request_)
-    costs = MEASURED if current.placement.chunks == 2 else replace(MEASURED, stage_weights=(1, 1, 1.6, 1))
+    costs = MEASURED if current.placement.chunks == 2 else uneven(EQUAL, (1, 1, 1.6, 1))
     found = propose(replace(request_, costs=costs), current)
     assert found.before.makespan == simulate(current, costs.on(current.placement)).makespan
     assert found.csv and found.after.makespan < 0.995 * found.before.makespan
@@ -46,7 +49,7 @@ def test_a_plan_for_measured_costs_is_shorter_under_them_than_the_one_for_assume
 
 def test_a_slow_link_is_worked_round() -> None:
     current = plan(ADAPTIVE)
-    costs = replace(ADAPTIVE.costs, comm=0.05, latencies=((1, 2, 3.0), (2, 1, 3.0)))
+    costs = replace(ADAPTIVE.costs, link=Link(0.05, ((1, 2, 3.0), (2, 1, 3.0))))
     found = propose(replace(ADAPTIVE, costs=costs), current)
     assert found.csv and found.after.makespan < 0.98 * found.before.makespan
 

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import CHOICES, NAMES, Request, describe, placement, plan, stages
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED
 
 ROOT = Path(__file__).parents[2]
+SEVEN_LAYERS = uneven(Costs(), (1.0,) * 7)
 CSV = to_csv(plan(Request("v-half", 4, 2)))
 
 
@@ -53,12 +56,12 @@ def refused(request: Request) -> str:
         (Request("file", 3, 2, csv=CSV), "the schedule's CSV is for 4 pipeline ranks, but 3 were asked for"),
         (Request("file", 4, 8, csv=CSV), "the schedule's CSV is for 2 microbatches, but 8 were asked for"),
         (
-            Request("v-half", 4, 8, Costs(stage_weights=(1.0, 2.0))),
-            "2 stage weights given for v (4 ranks x 2 chunks), which has 8 stages",
+            Request("v-half", 4, 8, SEVEN_LAYERS, decisions=Decisions(layers=(3, 4))),
+            "layers of 2 stages given for v (4 ranks x 2 chunks)",
         ),
         (
-            Request("zb-1p", 4, 8, Costs(stage_activations=(1.0,) * 7)),
-            "7 stage activations given for sequential (4 ranks x 1 chunk), which has 4 stages",
+            Request("zb-1p", 4, 8, SEVEN_LAYERS, decisions=Decisions(layers=(2, 2, 2, 2))),
+            "the stages have 8 layers, and the model 7",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value.schedule,
@@ -74,10 +77,10 @@ def test_a_pipeline_has_at_least_two_ranks(name: str):
 
 
 @pytest.mark.parametrize("name", [*NAMED, "adaptive"])
-def test_stage_weights_must_fit_whatever_the_schedule(name: str):
-    """Also where an order is stated rather than searched for: costs that do not fit it are a mistake all the same."""
-    asked = Request(name, 4, 8, Costs(stage_weights=(1.0,) * 17), memory_limit=1)
-    assert "17 stage weights given for" in refused(asked)
+def test_layers_must_fit_whatever_the_schedule(name: str):
+    """Also where an order is stated rather than searched for: layers that do not fit it are a mistake all the same."""
+    asked = Request(name, 4, 8, uneven(Costs(), (1.0,) * 17), memory_limit=1, decisions=Decisions(layers=(1,) * 17))
+    assert "layers of 17 stages given for" in refused(asked)
 
 
 def test_a_csv_is_planned_as_it_stands():
@@ -104,7 +107,7 @@ from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
 for name in NAMES[:-1]:
     for ranks, microbatches in ((3, 8), (4, 4), (5, 6)):
-        costs = Costs(1, 1.1, 0.75, 0.05)
+        costs = Costs.of(1, 1.1, 0.75, 0.05)
         text = to_csv(plan(Request(name, ranks, microbatches, costs, memory_limit=0.6, search_seconds=0.1)))
         print(name, ranks, microbatches, hashlib.sha256(text.encode()).hexdigest())
 """

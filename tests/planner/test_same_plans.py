@@ -8,23 +8,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from tests.planner.made_schedules import NAMED
 
 DIGESTS = Path(__file__).with_name("plan_digests.json")
 COSTS = {
     "equal": Costs(),
-    "real": Costs(1, 1.1, 0.75, 0.05),
-    "slow network": Costs(1, 3, 0.2, 2),
-    "recomputing": Costs(1, 1.1, 0.75, 0.05, stock_recompute=1.0, kept=0.06),
-    "W holds little": Costs(1, 1.1, 0.75, 0.05, weight_share=0.3),
+    "real": Costs.of(1, 1.1, 0.75, 0.05),
+    "slow network": Costs.of(1, 3, 0.2, 2),
+    "recomputing": Costs(
+        LayerTimes(1, 1.1, 0.75, stock_recompute=1.0), link=Link(0.05), memory=MemoryShares(kept=0.06)
+    ),
+    "W holds little": Costs(LayerTimes(1, 1.1, 0.75), link=Link(0.05), memory=MemoryShares(0.3)),
 }
-HEAVY_END = Costs(1, 1.1, 0.75, 0.05, (1, 1, 1, 1, 1, 1, 1, 3), (3, 1, 1, 1, 1, 1, 1, 1))
+# The first of eight stages holds three times as much as others, and the last takes three times as long.
+FIRST, LAYER, LAST = (Part(split=Load(*load)) for load in ((0, 0, 0, 2), (1, 1, 1, 1), (2, 2, 2, 0)))
+HEAVY_END = replace(COSTS["real"], model=ModelLoads(FIRST, (LAYER,) * 8, LAST))
 
 
 def requests(name: str) -> Iterator[tuple[str, Request]]:
@@ -36,7 +43,10 @@ def requests(name: str) -> Iterator[tuple[str, Request]]:
                     f"{costs} {d} {n} {limit}",
                     Request(name, d, n, COSTS[costs], memory_limit=limit, search_seconds=0.03),
                 )
-        yield "a heavy end", Request(name, 4, 9, HEAVY_END, memory_limit=1.0, search_seconds=0.03, chunk_choices=(1, 2))
+        yield (
+            "a heavy end",
+            Request(name, 4, 9, HEAVY_END, memory_limit=1.0, search_seconds=0.03, chunk_choices=(1, 2)),
+        )
         return
     for costs in COSTS:
         for d in (2, 3, 4, 7, 8):

@@ -11,6 +11,7 @@ from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_json import from_text
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.planner.service import Plan, make_plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN
 from megatron.schedules.schedule.kinds import Kind
@@ -22,7 +23,7 @@ from megatron.schedules.utils.errors import PlanError
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 MODEL = ModelLoads(Part(), (LAYER,) * 10, Part(whole=Load(26, 31, 21, 100)))
-COSTS = Costs(1, 1.1, 0.75, 0.05, model=MODEL)
+COSTS = Costs(LayerTimes(1, 1.1, 0.75), MODEL, link=Link(0.05))
 ADAPTIVE = Request("adaptive", 3, 6, COSTS, memory_limit=0.6, search_seconds=0.1, chunk_choices=(2,))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import v_shape
@@ -19,22 +20,17 @@ from megatron.schedules.schedule.placement import v_shape
 # Eight layers alike, of which many partitions are equally good, and an output layer that takes as long as three.
 LAYER, OUTPUT = Part(split=Load(10, 12, 8, 100)), Part(whole=Load(30, 36, 24, 100))
 MODEL = ModelLoads(Part(), (LAYER,) * 8, OUTPUT)
-COSTS = Costs(1, 1.1, 0.75, 0.05, copy=0.7)
+COSTS = Costs(LayerTimes(1, 1.1, 0.75), link=Link(0.05), copies=HostCopies(0.7))
 
 
 def scaled(costs: Costs, factor: float) -> Costs:
     """``costs`` in another unit, with those of the model's parts."""
-    times: dict[str, Any] = {
-        field: factor * getattr(costs, field) for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
-    }
-    if costs.model is not None:
-        first, *layers, last = (
-            Part(*(Load(*(factor * time for time in load[:3]), load.held) for load in part))
-            for part in (costs.model.first, *costs.model.layers, costs.model.last)
-        )
-        times["model"] = replace(costs.model, first=first, layers=tuple(layers), last=last)
-    latencies = tuple((source, to, factor * time) for source, to, time in costs.latencies)
-    return replace(costs, **times, latencies=latencies)
+    first, *layers, last = (
+        Part(*(Load(*(factor * time for time in load[:3]), load.held) for load in part))
+        for part in (costs.model.first, *costs.model.layers, costs.model.last)
+    )
+    model = replace(costs.model, first=first, layers=tuple(layers), last=last)
+    return replace(costs.scaled(lambda time: factor * time), model=model)
 
 
 NUMBER = st.integers(1, 9999)
@@ -48,14 +44,16 @@ def test_costs_in_any_unit_become_the_same_numbers(
     times: tuple[int, ...], loads: tuple[int, ...], shared: bool, exponent: float
 ):
     """Equal to the last digit, and so is everything that is decided from them."""
-    *four, copy, latency = times
+    *three, comm, copy, latency = times
     layer, output = Load(*loads[:3], 100), Load(*loads[3:], 10)
-    model = ModelLoads(Part(), (Part(split=layer),) * 5, Part(whole=output), kept_for_output=(1, 2))
-    costs = Costs(*four, copy=copy, latencies=((0, 1, latency),), model=model, shared_vocabulary=shared)
+    model = ModelLoads(
+        Part(), (Part(split=layer),) * 5, Part(whole=output), kept_for_output=(1, 2), shared_vocabulary=shared
+    )
+    costs = Costs(LayerTimes(*three), model, Link(comm, ((0, 1, latency),)), HostCopies(copy))
     one, other = (each.around_one() for each in (costs, scaled(costs, 10.0**exponent)))
     assert other.on(v_shape(2)) == one.on(v_shape(2))
     assert other.around_one() == other, "nothing is left to scale"
-    assert one.comm / one.forward == pytest.approx(costs.comm / costs.forward)
+    assert one.link.latency / one.layers.forward == pytest.approx(comm / costs.layers.forward)
 
 
 def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:

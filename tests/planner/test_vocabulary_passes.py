@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import OF_RANKS, Kind, Pass, Share, stages_doing
-from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_loads import EQUAL, Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
@@ -27,8 +28,8 @@ LAYER = Part(split=Load(1, 1, 1, 1))
 def costs(layers: int = 32, output: float = 2.74, *, shared: bool = True) -> Costs:
     """An output layer that takes as long as so many layers, with a sixteenth of a microbatch for what it holds."""
     last = Part(whole=Load(output, output, output))
-    model = ModelLoads(Part(), (LAYER,) * layers, last, kept_for_output=(layers / 128, 0))
-    return Costs(1, 1.1, 0.75, 0.05, model=model, shared_vocabulary=shared)
+    model = ModelLoads(Part(), (LAYER,) * layers, last, kept_for_output=(layers / 128, 0), shared_vocabulary=shared)
+    return Costs(LayerTimes(1, 1.1, 0.75), model, Link(0.05))
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,7 +64,7 @@ def test_every_schedule_has_them_and_ends(name: str, d: int, n: int, output: flo
 
 @pytest.mark.parametrize("name", NAMED)
 def test_it_takes_one_microbatch_more_and_little_longer_than_without_an_output_layer(name: str):
-    plain, shared = Costs(1, 1.1, 0.75, 0.05), costs()
+    plain, shared = Costs.of(1, 1.1, 0.75, 0.05), costs()
     without, with_it = (
         simulate(s, c.on(s.placement)) for c in (plain, shared) for s in [plan(Request(name, 8, 32, c))]
     )
@@ -94,9 +95,9 @@ def test_adaptive_comes_near_the_work_whatever_the_output_layer_weighs(limit: fl
 def test_with_many_words_and_few_layers_ranks_hold_evenly_much(name: str):
     """One microbatch's S holds as much as three of a rank's layers: one more at a time on some ranks would show."""
     last = Part(whole=Load(100, 100, 100))
-    model = ModelLoads(Part(), (LAYER,) * 8, last, kept_for_output=(6, 0))
-    for each in (Costs(), Costs(1, 1.1, 0.75, 0.05)):
-        shared = replace(each, model=model, shared_vocabulary=True)
+    model = ModelLoads(Part(), (LAYER,) * 8, last, kept_for_output=(6, 0), shared_vocabulary=True)
+    for each in (Costs(), Costs.of(1, 1.1, 0.75, 0.05)):
+        shared = replace(each, model=model)
         schedule = plan(Request(name, 4, 8, shared))
         peaks = simulate(schedule, shared.on(schedule.placement)).peaks
         assert max(peaks) <= 1.05 * sum(peaks) / 4
@@ -164,14 +165,13 @@ def test_they_are_written_with_the_last_stage_of_their_rank():
         validate(Schedule("by hand", v_shape(2), 1, order))
 
 
-@pytest.mark.parametrize("wrong", [{"model": None}, {"stage_weights": (1.0, 2.0)}])
-def test_it_takes_a_model(wrong: dict[str, object]):
+def test_it_takes_a_model():
     with pytest.raises(PlanError, match="share the vocabulary takes the model"):
-        replace(costs(), **wrong)
+        replace(EQUAL, shared_vocabulary=True)
 
 
 def test_multi_token_prediction_uses_the_output_layer_too():
-    ahead = replace(costs(), model=ModelLoads(Part(), (LAYER,) * 4, LAYER))
+    ahead = replace(costs(), model=ModelLoads(Part(), (LAYER,) * 4, LAYER, shared_vocabulary=True))
     with pytest.raises(PlanError, match="multi-token prediction"):
         plan(Request("1f1b", 2, 2, ahead))
 

@@ -22,7 +22,7 @@ from megatron.schedules.schedule.simulator import peaks
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.schedule.validation import validate
 
-COSTS = Costs(1, 1.1, 0.75, 0.05)
+COSTS = Costs.of(1, 1.1, 0.75, 0.05)
 NAMED = [name for name in NAMES if name not in ("adaptive", "file")]
 
 
@@ -75,8 +75,8 @@ SAVING = "0F0,0O0,0F1,0L0,0I0,0R1,0W0,0I1,0W1\n1F0,1O0,1L0,1I0,1F1,1W0,1R1,1I1,1
 
 
 def test_recompute_offload_and_vocabulary_passes_stay_where_they_are():
-    model = loads(MODELS["Llama-3-8B"].whole)
-    shared = plan(Request("zb-1p", 3, 5, replace(COSTS, model=model, shared_vocabulary=True)))
+    model = replace(loads(MODELS["Llama-3-8B"].whole), shared_vocabulary=True)
+    shared = plan(Request("zb-1p", 3, 5, replace(COSTS, model=model)))
     for schedule, kinds in ((from_csv(SAVING), {Kind.R, Kind.O, Kind.L}), (shared, {Kind.S, Kind.T})):
         (reference,) = references(schedule)
         assert reference.kinds == {Kind.F, Kind.B, *kinds} and others(reference) == others(schedule)

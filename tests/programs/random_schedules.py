@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, stages_doing
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -105,8 +106,8 @@ def shared_costs(layers: int) -> Costs:
     """As measured on GPUs, with an output layer that takes as long as one and a half of so many decoder layers."""
     part = Part(split=Load(1.0, 1.1, 0.75, 1.0))
     last = Part(whole=Load(1.5, 1.6, 1.1, 0.5))
-    model = ModelLoads(Part(), (part,) * layers, last, kept_for_output=(0.1, 0.5))
-    return Costs(1, 1.1, 0.75, 0.05, model=model, shared_vocabulary=True)
+    model = ModelLoads(Part(), (part,) * layers, last, kept_for_output=(0.1, 0.5), shared_vocabulary=True)
+    return Costs(LayerTimes(1, 1.1, 0.75), model, Link(0.05))
 
 
 def shared_request(name: str, ranks: int, microbatches: int) -> Request:

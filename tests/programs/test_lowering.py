@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
@@ -45,7 +46,7 @@ def test_sends_follow_their_pass_and_receives_come_before_the_pass_in_which_they
 
 def test_the_position_of_a_receive_depends_on_the_times_of_passes():
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    slow = Costs(stage_weights=(2, 1)).on(sequential(2))
+    slow = uneven(Costs(), (2, 1)).on(sequential(2))
     assert texts(lower(one_f_one_b, slow))[1] == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
 
 

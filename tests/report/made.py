@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Pass
@@ -22,7 +23,7 @@ def saved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Ti
     """V-Half in which each first chunk is offloaded and each second one recomputed, in full."""
     schedule = timeline("v-half", ranks, microbatches).schedule
     first = [float(stage < ranks) for stage in range(2 * ranks)]
-    costs = Costs(copy=0.75, one_way=one_way, layer_input=0.0)
+    costs = Costs(copies=HostCopies(0.75, one_way), memory=MemoryShares(layer_input=0.0))
     decisions = Decisions(recomputed=tuple(1 - each for each in first), offloaded=tuple(first))
     rows = tuple(tuple(each for work in row for each in _with_saving(work, ranks)) for row in schedule.order)
     return simulate(replace(schedule, name="file", order=rows), costs.on(schedule.placement, decisions))

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report import drawing
@@ -23,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_plan_is_scaled_to_the_work_of_the_run():
-    recorded = made(Costs(15, 10, 5, 1))
+    recorded = made(Costs.of(15, 10, 5, 1))
     assert scale(recorded) == pytest.approx(10)
     plan, run = views(recorded)
     assert plan.timeline.ideal == pytest.approx(run.timeline.ideal)
@@ -47,14 +48,14 @@ def test_scaling_scales_all_that_is_a_time():
 def test_the_slowest_stage_is_the_one_made_slow():
     weights = tuple(2.0 if stage == 5 else 1.0 for stage in range(8))
     schedule = timeline("v-half", 4, 8).schedule
-    found = iteration_of(simulate(schedule, Costs(stage_weights=weights).on(schedule.placement)))
+    found = iteration_of(simulate(schedule, uneven(Costs(), weights).on(schedule.placement)))
     slow = found.slowest
     assert (slow.stage, schedule.placement.rank_of[slow.stage]) == (5, 2)
     assert found.stages[5] / 8 == pytest.approx(6) and 1 + slow.beyond_mean == pytest.approx(2 * 8 / 9)
 
 
 def test_an_svg_tells_plan_and_run_apart():
-    root = ElementTree.fromstring(drawn(of_run(made(Costs(2, 1, 1))), "svg"))
+    root = ElementTree.fromstring(drawn(of_run(made(Costs.of(2, 1, 1))), "svg"))
     words = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
     assert sum(word.startswith("V-Half planned") for word in words) == 1
     assert sum(word.startswith("V-Half measured") for word in words) == 1
@@ -63,7 +64,7 @@ def test_an_svg_tells_plan_and_run_apart():
 
 
 def test_all_files_are_written(tmp_path: Path):
-    recorded = made(Costs(2, 1, 1))
+    recorded = made(Costs.of(2, 1, 1))
     assert write_run(recorded, tmp_path / "new" / "folder") == [*FILES, RUN]
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted([*FILES, RUN])
     assert read_recorded(tmp_path / "new" / "folder" / RUN) == recorded

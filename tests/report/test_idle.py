@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.idle import Cause, Phase, gaps, idle
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -72,7 +73,7 @@ def test_copies_are_waited_for_too(one_way: bool):
 
 def test_1f1b_by_hand():
     """Half a rank's layers take 1, 1, 1; its one chunk's F 2, its B 4. Rank 1 is the last of two."""
-    each = timed(written(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), Costs(comm=0.5))
+    each = timed(written(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), Costs(link=Link(0.5)))
     first, second = idle(each)
     # Rank 0 is free at 4; rank 1 has F0 2.5-4.5, B0 4.5-8.5, F1 8.5-10.5, B1 10.5-14.5. Then rank 0: B0 9-13, B1 15-19.
     assert first.phases == {Phase.WARM_UP: 5.0, Phase.STEADY: 0.0, Phase.COOL_DOWN: 2.0}
@@ -100,8 +101,8 @@ def test_without_backwards_warm_up_ends_with_the_first_pass():
 
 def test_an_output_layer_of_all_ranks_is_waited_for():
     part, layer = Part(), Part(split=Load(1, 1, 1, 1))
-    model = ModelLoads(part, (layer,) * 16, Part(whole=Load(3, 3, 3)), kept_for_output=(0.1, 0))
-    request = Request("1f1b", 4, 1, Costs(1, 1.1, 0.75, 0.05, model=model, shared_vocabulary=True))
+    model = ModelLoads(part, (layer,) * 16, Part(whole=Load(3, 3, 3)), kept_for_output=(0.1, 0), shared_vocabulary=True)
+    request = Request("1f1b", 4, 1, Costs(LayerTimes(1, 1.1, 0.75), model, Link(0.05)))
     schedule = plan(request)
     each = simulate(schedule, request.costs.on(schedule.placement))
     assert_whole(each)

@@ -28,7 +28,7 @@ def made(ranks: int, **times: Measured) -> tuple[JobProfile, Recorded]:
     profile = JobProfile(
         facts, "v-half", schedule.placement, 8, (3, 5), 2, tuple(stages), latencies, CopyRates(20, 19, 18)
     )
-    slow, planned = (simulate(schedule, costs.on(schedule.placement)) for costs in (Costs(2, 3, 1, 0.5), Costs()))
+    slow, planned = (simulate(schedule, costs.on(schedule.placement)) for costs in (Costs.of(2, 3, 1, 0.5), Costs()))
     return profile, Recorded(slow, planned, 5, "a GPU")
 
 

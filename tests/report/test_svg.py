@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -144,9 +145,9 @@ def test_a_heading_keeps_to_the_page():
 
 def test_1f1b_above_its_own_memory_is_explained_below():
     even = timeline("1f1b", 4, 8)
-    uneven = simulate(even.schedule, Costs(stage_activations=(1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
+    more = simulate(even.schedule, uneven(Costs(), (1,) * 4, (1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
     reason = "under 1F1B too."
-    assert reason in words(ElementTree.fromstring(draw_svg([uneven], "a caption.")))
+    assert reason in words(ElementTree.fromstring(draw_svg([more], "a caption.")))
     assert reason not in words(ElementTree.fromstring(draw_svg([even], "a caption.")))
 
 
@@ -210,7 +211,7 @@ def test_copies_stand_in_lanes_of_their_own(one_way):
 
 def test_what_takes_no_time_has_no_cell():
     schedule = timeline("v-half", 4, 8).schedule
-    line = simulate(schedule, Costs(stage_weights=(1, 0, 1, 1, 1, 1, 1, 1)).on(schedule.placement))
+    line = simulate(schedule, uneven(Costs(), (1, 0, 1, 1, 1, 1, 1, 1)).on(schedule.placement))
     drawn = cells(ElementTree.fromstring(draw_svg([line])))
     assert len(drawn) == sum(work.stage != 1 for _, work in schedule.passes())
     assert all(wide > 0 and tall > 0 for _, _, wide, tall in drawn)

@@ -7,6 +7,7 @@ import re
 import pytest
 from rich.style import Style
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.report import palette
 from megatron.schedules.report.text import draw_text
 from megatron.schedules.schedule.costs import Costs
@@ -127,8 +128,8 @@ def test_memory_has_its_unit_and_is_in_gib_too_where_a_model_says_what_a_microba
 
 def test_1f1b_above_its_own_memory_is_explained_below():
     even = timeline("1f1b", 4, 8)
-    uneven = simulate(even.schedule, Costs(stage_activations=(1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
-    assert "under 1F1B too." in draw_text([uneven], 100, colour=False).plain
+    more = simulate(even.schedule, uneven(Costs(), (1,) * 4, (1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
+    assert "under 1F1B too." in draw_text([more], 100, colour=False).plain
     assert "under 1F1B too." not in draw_text([even], 100, colour=False).plain
 
 

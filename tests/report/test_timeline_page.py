@@ -66,7 +66,7 @@ def test_names_cannot_end_the_script():
 
 @in_a_browser
 def test_it_opens_without_errors_and_without_a_network(opened: Open):
-    page = opened(of_run(made(Costs(1.5, 1.25, 0.75, 0.5))))
+    page = opened(of_run(made(Costs.of(1.5, 1.25, 0.75, 0.5))))
     assert page.complaints() == []
     assert [address for address in page.requests() if not address.startswith("file:")] == []
     assert len(page.requests()) == 1
@@ -131,7 +131,7 @@ def test_what_each_rank_waited_for_is_told(opened: Open):
 
 @in_a_browser
 def test_memory_is_that_of_the_run(opened: Open):
-    recorded = made(Costs(1.5, 1.25, 0.75, 0.5))
+    recorded = made(Costs.of(1.5, 1.25, 0.75, 0.5))
     page = opened(of_run(recorded))
     for rank, steps in enumerate(recorded.held):
         assert page.value(f"timeline.chart.views[1].peak({rank})") == pytest.approx(max(held for _, held in steps))
@@ -206,7 +206,7 @@ def test_wheel_drag_keys_and_buttons(opened: Open):
 
 @in_a_browser
 def test_pointing_tells_what_lies_there(opened: Open):
-    page = opened(of_run(made(Costs(1.5, 1.25, 0.75, 0.5))))
+    page = opened(of_run(made(Costs.of(1.5, 1.25, 0.75, 0.5))))
 
     def told(view: int, letters: str) -> str:
         cell = page.value(

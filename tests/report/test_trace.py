@@ -51,7 +51,7 @@ def test_every_event_has_the_fields_of_its_phase(of: str):
 
 
 def test_a_run_has_a_process_for_each_rank_of_plan_and_measurement():
-    recorded = made(Costs(1.5, 1.25, 0.75, 0.5))
+    recorded = made(Costs.of(1.5, 1.25, 0.75, 0.5))
     found = events(drawn(of_run(recorded), "trace"))
     names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
     assert sorted(names.values()) == sorted(f"{of} rank {r}" for of in ("planned", "measured") for r in range(4))
@@ -71,7 +71,7 @@ def test_a_run_has_a_process_for_each_rank_of_plan_and_measurement():
 
 
 def test_nothing_of_one_thread_overlaps():
-    for drawing in (of_run(made(Costs(1.3, 1.1, 0.7, 0.05))), of_plans([saved()], "", "")):
+    for drawing in (of_run(made(Costs.of(1.3, 1.1, 0.7, 0.05))), of_plans([saved()], "", "")):
         threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         for event in events(drawn(drawing, "trace")):
             if event["ph"] == "X":
@@ -82,7 +82,7 @@ def test_nothing_of_one_thread_overlaps():
 
 
 def test_idle_time_and_memory_are_those_of_the_run():
-    recorded = made(Costs(1.5, 1.25, 0.75, 0.5))
+    recorded = made(Costs.of(1.5, 1.25, 0.75, 0.5))
     found = events(drawn(of_run(recorded), "trace"))
     pids = {event["args"]["name"]: event["pid"] for event in found if event["name"] == "process_name"}
     for each in idle(recorded.timeline):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.emulated_ours import _SPEC, SleepingStages, _channels, carry_out, settle
 from benchmarks.emulated_passes import Passes
 from benchmarks.emulated_ranks import begin_together, run_ranks
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.measure.iteration_summary import rank_times
 from megatron.schedules.measure.slow_ranks import SlowWatch
 from megatron.schedules.planner.registry import plan
@@ -54,11 +55,16 @@ class Plans:
         self.running, self.program = schedule, proved[dist.get_rank()]
 
 
+def equal(unit_ms: float) -> Costs:
+    """Those of equal stages."""
+    return Costs.of(unit_ms, 1.1 * unit_ms, 0.75 * unit_ms, LATENCY_MS)
+
+
 def costs_of(unit_ms: float, slower: float) -> Costs:
     """The true ones."""
     weights = [1.0] * (2 * RANKS)
     weights[SLOW_RANK] = weights[-1 - SLOW_RANK] = slower
-    return Costs(unit_ms, 1.1 * unit_ms, 0.75 * unit_ms, LATENCY_MS, stage_weights=tuple(weights))
+    return uneven(equal(unit_ms), weights)
 
 
 def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any]:
@@ -99,9 +105,7 @@ def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any
 
 
 def _in_seconds(costs: Costs) -> Costs:
-    return replace(
-        costs, forward=costs.forward / 1e3, input_grad=costs.input_grad / 1e3, weight_grad=costs.weight_grad / 1e3
-    )
+    return replace(costs, layers=costs.layers.scaled(lambda time: time / 1e3))
 
 
 def _longest(stages: tuple[float, ...]) -> list[float]:
@@ -113,7 +117,7 @@ def _longest(stages: tuple[float, ...]) -> list[float]:
 def _measured(stages: list[float], unit_ms: float) -> Costs:
     """What each stage's passes take, whose ratio to one another is known."""
     usual = ASKED.microbatches * (1 + 1.1 + 0.75) * unit_ms
-    return replace(costs_of(unit_ms, 1.0), stage_weights=tuple(time / usual for time in stages))
+    return uneven(equal(unit_ms), [time / usual for time in stages])
 
 
 def main(unit_ms: float, iterations: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.runtime.behind_messages import FLOPS_PER_BYTE, MessageBudget
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import sequential
 
 # One stage a rank, so twice these times: F waits .4 for messages, I .8, and W takes 1.6.
-COSTS = Costs(1.0, 1.1, 0.8, messages=(0.2, 0.4)).on(sequential(2))
+COSTS = Costs(LayerTimes(1.0, 1.1, 0.8, (0.2, 0.4))).on(sequential(2))
 W_FLOPS = 1600.0
 
 
@@ -49,12 +50,12 @@ def test_what_a_message_leaves_is_for_the_next_of_the_same_pass():
 
 
 def test_a_stage_that_waits_for_no_message_hides_nothing():
-    budget = begun(Costs(1.0, 1.1, 0.8, messages=(0.0, 0.4)).on(sequential(2)))
+    budget = begun(Costs(LayerTimes(1.0, 1.1, 0.8, (0.0, 0.4))).on(sequential(2)))
     budget.begin(Kind.F, 0)
     assert budget.behind(30) == 0
 
 
-@pytest.mark.parametrize("costs", [None, Costs(1.0, 1.1, 0.8).on(sequential(2))])
+@pytest.mark.parametrize("costs", [None, Costs.of(1.0, 1.1, 0.8).on(sequential(2))])
 def test_a_plan_without_messages_takes_them_for_those_of_a_network(costs):
     budget = begun(costs)
     budget.begin(Kind.F, 0)

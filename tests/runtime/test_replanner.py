@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.background import BackgroundPlanError
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, propose
@@ -20,6 +21,7 @@ from megatron.schedules.programs.lowering import lower
 from megatron.schedules.runtime import replanner
 from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.replanner import Replanner
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.errors import PlanError
@@ -27,7 +29,7 @@ from tests.waiting import HANGS_S
 
 RANKS = 3
 ASKED = Request("adaptive", RANKS, 6, memory_limit=1, search_seconds=0.02, chunk_choices=(2,))
-MEASURED = replace(ASKED, costs=Costs(1, 2, 0.5, 0.4, stage_weights=(1, 1, 2, 1, 1, 1)))
+MEASURED = replace(ASKED, costs=uneven(Costs.of(1, 2, 0.5, 0.4), (1, 1, 2, 1, 1, 1)))
 FIRST = plan(ASKED)
 
 
@@ -184,7 +186,7 @@ def test_a_rank_that_cannot_prove_its_programs_keeps_all_from_switching() -> Non
 def test_ranks_that_measured_different_costs_do_not_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = job()
     stock = replanner.digest
-    other = (replace(MEASURED, costs=costs) for costs in (Costs(), Costs(2), Costs()))
+    other = (replace(MEASURED, costs=costs) for costs in (Costs(), Costs(LayerTimes(2)), Costs()))
     monkeypatch.setattr(replanner, "digest", lambda csv, placement, _: stock(csv, placement, next(other)))
     said = ranks.run({0: [MEASURED]})
     assert "has another plan than rank 0" in said[0][0]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.model_loads import EQUAL
+from megatron.schedules.schedule.model_memory import EndMemory, ModelMemory
 from megatron.schedules.schedule.placement import interleaved, sequential, v_shape, zigzag
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import examples
@@ -25,10 +33,10 @@ def refused(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("1,1,1", Costs(1, 1, 1, 0)),
-        ("1,1.1,0.75,0.05", Costs(1, 1.1, 0.75, 0.05)),
-        ("1,1.1,0.75,0.05,0.2", Costs(1, 1.1, 0.75, 0.05, messages=(0.2, 0.2))),
-        (" 2 , 3e1,.5 , 0", Costs(2, 30, 0.5, 0)),
+        ("1,1,1", Costs.of(1, 1, 1, 0)),
+        ("1,1.1,0.75,0.05", Costs.of(1, 1.1, 0.75, 0.05)),
+        ("1,1.1,0.75,0.05,0.2", Costs(LayerTimes(1, 1.1, 0.75, (0.2, 0.2)), link=Link(0.05))),
+        (" 2 , 3e1,.5 , 0", Costs.of(2, 30, 0.5, 0)),
     ],
 )
 def test_costs_are_three_to_five_numbers(text: str, expected: Costs):
@@ -38,7 +46,9 @@ def test_costs_are_three_to_five_numbers(text: str, expected: Costs):
 @examples(100)
 @given(TIME, TIME, TIME, TIME)
 def test_written_costs_read_back(forward: float, backward: float, weight: float, latency: float):
-    assert Costs.parse(f"{forward!r},{backward!r},{weight!r},{latency!r}") == Costs(forward, backward, weight, latency)
+    assert Costs.parse(f"{forward!r},{backward!r},{weight!r},{latency!r}") == Costs.of(
+        forward, backward, weight, latency
+    )
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,1", "1,1,1,0,0,0", "a,b,c", "1;1;1", "1,1,1,", "1,,1", "1 1 1"])
@@ -58,17 +68,36 @@ def test_a_latency_may_be_zero_but_not_negative(latency: str):
     assert refused(f"1,1,1,{latency}") == f"the P2P latency must be zero or a positive number, not {latency}"
 
 
-@pytest.mark.parametrize("field", ["stage_weights", "stage_activations"])
-@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
-def test_stage_weights_must_be_numbers(field: str, number: float):
-    with pytest.raises(PlanError, match="per-stage weights must be zero or positive numbers"):
-        Costs(**{field: (1.0, number)})
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (lambda: LayerTimes(stock_recompute=1.5), "the share of the forward that is recomputed must be from 0 to 1"),
+        (lambda: LayerTimes(recompute_time=0), "the time of a recompute pass must be a positive number, not 0"),
+        (lambda: MemoryShares(weight_share=101), "the share of memory held until W must be from 0 to 100, not 101"),
+        (lambda: MemoryShares(kept=-1), "the share of memory kept for recomputing must be from 0 to 1, not -1"),
+        (lambda: MemoryShares(layer_input=math.nan), "the share of memory that is a layer's input must be from 0 to 1"),
+        (lambda: HostCopies(-1), "the time of a copy must be zero or a positive number, not -1"),
+        (lambda: Link(pairs=((0, 1, math.inf),)), "the P2P latency must be zero or a positive number, not inf"),
+        (lambda: Costs(memory=ModelMemory((), 0, EndMemory(), EndMemory())), "the bytes of layers need their number"),
+    ],
+)
+def test_each_part_refuses_what_is_no_time_and_no_share(part: Callable[[], object], expected: str):
+    with pytest.raises(PlanError, match=expected):
+        part()
+
+
+def test_costs_without_a_model_are_those_of_equal_layers_of_any_number():
+    costs = Costs.parse("1,1.1,0.75,0.05")
+    for placement in (sequential(3), v_shape(4), zigzag(2, 3)):
+        layers = replace(EQUAL, layers=EQUAL.layers * placement.stages, divisible=False)
+        assert costs.on(placement) == replace(costs, model=layers).on(placement)
+        assert costs.layers_on(placement) is None, "their number is unknown"
 
 
 @examples(100)
 @given(TIME, TIME, TIME, st.integers(1, 16), st.integers(1, 5))
 def test_every_placement_does_the_same_work(forward: float, backward: float, weight: float, ranks: int, chunks: int):
-    costs = Costs(forward, backward, weight, 0.5)
+    costs = Costs.of(forward, backward, weight, 0.5)
     for placement in (sequential(ranks), v_shape(ranks), interleaved(ranks, chunks), zigzag(ranks, chunks)):
         on_stages = costs.on(placement)
         for rank in range(ranks):
@@ -81,28 +110,20 @@ def test_every_placement_does_the_same_work(forward: float, backward: float, wei
         assert on_stages.comm == 0.5, "a message carries the same activations whatever the chunks"
 
 
-def test_a_stage_costs_what_its_weight_says():
-    costs = Costs(1, 2, 3, 0, stage_weights=(1, 1, 1, 2.5), stage_activations=(0.5, 1, 1, 4)).on(v_shape(2))
-    assert costs.durations[Kind.F] == (1, 1, 1, 2.5)
-    assert costs.durations[Kind.I] == (2, 2, 2, 5)
-    assert costs.durations[Kind.W] == (3, 3, 3, 7.5)
-    assert costs.durations[Kind.B][3] == 12.5
-    assert costs.activation == (0.25, 0.5, 0.5, 2)
+def test_a_stage_costs_what_its_layers_cost():
+    costs = uneven(Costs.of(1, 2, 3), (1, 1, 1, 2.5), (0.5, 1, 1, 4)).on(v_shape(2))
+    assert costs.durations[Kind.F] == pytest.approx((1, 1, 1, 2.5))
+    assert costs.durations[Kind.I] == pytest.approx((2, 2, 2, 5))
+    assert costs.durations[Kind.W] == pytest.approx((3, 3, 3, 7.5))
+    assert costs.durations[Kind.B][3] == pytest.approx(12.5)
+    average = (0.5 + 1 + 1 + 4) / 4
+    assert costs.activation == pytest.approx([each / average for each in (0.25, 0.5, 0.5, 2)])
 
 
-def test_a_stage_of_several_slices_costs_their_mean():
-    """One list, finer than any stage, serves every number of chunks."""
-    slices = (1.0, 2.0, 3.0, 6.0, 1.0, 1.0, 0.0, 2.0)
-    costs = Costs(1, 1, 1, 0, stage_weights=slices, stage_activations=slices)
-    assert costs.on(zigzag(2, 4)).durations[Kind.F] == tuple(x / 2 for x in slices)
-    assert costs.on(v_shape(2)).durations[Kind.F] == (1.5, 4.5, 1, 1)
-    assert costs.on(sequential(2)).durations[Kind.F] == (6, 2)
-    assert costs.on(sequential(2)).activation == (3, 1)
-
-
-@pytest.mark.parametrize("field", ["stage_weights", "stage_activations"])
-def test_there_must_be_a_weight_for_every_stage(field: str):
-    with pytest.raises(PlanError) as caught:
-        Costs(**{field: (1.0, 1.0, 2.0)}).on(v_shape(4))
-    what = field.removeprefix("stage_")
-    assert str(caught.value) == f"3 stage {what} given for v (4 ranks x 2 chunks), which has 8 stages"
+def test_one_list_of_layers_serves_every_number_of_chunks():
+    layers = (1.0, 2.0, 3.0, 6.0, 1.0, 1.0, 0.0, 2.0)
+    costs = uneven(Costs(), layers, layers)
+    assert costs.on(zigzag(2, 4)).durations[Kind.F] == pytest.approx([x / 2 for x in layers])
+    assert costs.on(v_shape(2)).durations[Kind.F] == pytest.approx((1.5, 4.5, 1, 1))
+    assert costs.on(sequential(2)).durations[Kind.F] == pytest.approx((6, 2))
+    assert costs.on(sequential(2)).activation == pytest.approx((1.5, 0.5)), "relative to the average rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import SAVING, Kind, Share
@@ -12,7 +13,7 @@ from megatron.schedules.utils.errors import PlanError
 
 
 def test_costs_have_times_of_those_savings_alone_that_were_decided():
-    costs, where = Costs(copy=0.5), sequential(2)
+    costs, where = Costs(copies=HostCopies(0.5)), sequential(2)
     assert not costs.on(where).times.keys() & SAVING
     recomputing = costs.on(where, Decisions(recomputed=(0.5, 0.0)))
     assert recomputing.times.keys() & SAVING == {Kind.R}

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.hidden_messages import hide, pieces
@@ -23,7 +24,7 @@ from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
 
 # Half of F, I and W each; messages of a quarter in each F and I.
-COSTS = Costs(1.0, 1.0, 1.0, messages=(0.5, 0.5))
+COSTS = Costs(LayerTimes(1.0, 1.0, 1.0, (0.5, 0.5)))
 
 
 def left(row: str, costs: Costs = COSTS) -> str:
@@ -66,13 +67,13 @@ def test_figures_tell_hidden_from_exposed_time_on_each_rank():
 @pytest.mark.parametrize("messages", [(-0.1, 0.0), (1.01, 0.0), (0.0, 2.5), (float("nan"), 0.0), (0.0, float("inf"))])
 def test_messages_are_a_part_of_their_pass(messages: tuple[float, float]):
     with pytest.raises(PlanError, match="messages of experts must take from 0 to"):
-        Costs(1.0, 2.0, 1.0, messages=messages)
+        Costs(LayerTimes(1.0, 2.0, 1.0, messages))
 
 
 def test_recompute_sends_the_messages_of_a_forward_again():
-    on_stages = Costs(1, 1, 1, messages=(0.25, 0.5)).on(sequential(2), Decisions(recomputed=(1.0, 0.5)))
+    on_stages = Costs(LayerTimes(1, 1, 1, (0.25, 0.5))).on(sequential(2), Decisions(recomputed=(1.0, 0.5)))
     assert on_stages.messages == {Kind.F: (0.5, 0.5), Kind.I: (1.0, 1.0), Kind.R: (0.5, 0.25)}
-    stock = Costs(1, 1, 1, messages=(0.25, 0.5), stock_recompute=1.0).on(sequential(2))
+    stock = Costs(LayerTimes(1, 1, 1, (0.25, 0.5), stock_recompute=1.0)).on(sequential(2))
     assert stock.messages[Kind.I] == (1.5, 1.5)
 
 
@@ -103,13 +104,12 @@ def test_hiding_never_makes_an_order_longer_and_does_not_depend_on_the_unit(
     made: tuple[Schedule, Costs], factor: float
 ):
     schedule, costs = made
-    hidden, exposed = timed(schedule, costs), timed(schedule, replace(costs, messages=(0.0, 0.0)))
+    hidden, exposed = timed(schedule, costs), timed(schedule, costs.without_messages)
     assert hidden.makespan <= exposed.makespan + 1e-9
-    times = {name: factor * getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "comm", "copy")}
-    scaled = replace(costs, **times, messages=(factor * costs.messages[0], factor * costs.messages[1]))
+    scaled = costs.scaled(lambda time: factor * time)
     assert timed(schedule, scaled).makespan == pytest.approx(factor * hidden.makespan)
     assert timed(schedule, scaled).hidden == pytest.approx([factor * each for each in hidden.hidden], abs=1e-9 * factor)
-    assert costs.around_one().messages == pytest.approx(scaled.around_one().messages)
+    assert costs.around_one().layers.messages == pytest.approx(scaled.around_one().layers.messages)
 
 
 @examples(100)
@@ -127,8 +127,8 @@ def test_the_search_takes_the_same_time_from_each_weight_gradient(made: tuple[Sc
 @pytest.mark.parametrize("name", ["zb-1p", "zb-2p", "v-min", "v-half", "v-zb"])
 def test_named_schedules_hide_messages_within_their_memory(name: str):
     exposed, costs = (
-        Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6),
-        Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3)),
+        Costs(LayerTimes(1.3, 1.4, 0.75), link=Link(0.05), memory=MemoryShares(0.6)),
+        Costs(LayerTimes(1.3, 1.4, 0.75, (0.3, 0.3)), link=Link(0.05), memory=MemoryShares(0.6)),
     )
     before = timed(plan(Request(name, 8, 32, exposed)), exposed)
     after = timed(plan(Request(name, 8, 32, costs)), costs)
@@ -138,6 +138,6 @@ def test_named_schedules_hide_messages_within_their_memory(name: str):
 
 
 def test_without_messages_nothing_changes():
-    costs = Costs(1.3, 1.4, 0.75, 0.05)
+    costs = Costs.of(1.3, 1.4, 0.75, 0.05)
     timeline = simulate(plan(Request("v-half", 4, 8, costs)), costs.on(v_shape(4)))
     assert timeline.hidden == timeline.exposed == (0.0,) * 4

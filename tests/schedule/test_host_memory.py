@@ -9,6 +9,7 @@ import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.host_buffers import HostMemory
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import made, taken
@@ -41,7 +42,7 @@ def test_a_block_is_used_again_from_its_l_on(csv: str, number: int):
 @pytest.mark.parametrize("parts", [(1.0, 0.5, 0.25), (0.25, 1.0, 0.0), (0.5, 0.25, 1.0)])
 def test_the_run_time_makes_as_many(parts: tuple[float, ...]):
     """Its rank has stages that copy as much as one another, or much less, or nothing."""
-    costs = Costs(1, 1.1, 0.75, 0.05, copy=0.3)
+    costs = Costs(LayerTimes(1, 1.1, 0.75), link=Link(0.05), copies=HostCopies(0.3))
     decisions = Decisions(offloaded=tuple(parts[stage % 3] for stage in range(12)))
     request = Request("adaptive", 3, 9, costs, memory_limit=0.6, chunk_choices=(4,), search_seconds=0.2)
     request = replace(request, decisions=decisions)

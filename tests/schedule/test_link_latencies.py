@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
@@ -24,13 +25,15 @@ LATENCIES = st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), min_
 
 def with_latency(costs: Costs, ranks: int, times: list[float]) -> Costs:
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    return replace(costs, latencies=tuple((*pair, time) for pair, time in zip(pairs, times, strict=False)))
+    return replace(
+        costs, link=Link(costs.link.latency, tuple((*pair, time) for pair, time in zip(pairs, times, strict=False)))
+    )
 
 
 @examples(60)
 @given(schedules(), LATENCIES)
 def test_every_message_takes_the_latency_of_its_link(schedule: Schedule, times: list[float]):
-    costs = with_latency(Costs(1, 1.5, 0.5, 0.25), schedule.ranks, times)
+    costs = with_latency(Costs.of(1, 1.5, 0.5, 0.25), schedule.ranks, times)
     timeline = simulate(schedule, costs.on(schedule.placement))
     spans = slow_spans(schedule, costs)
     assert spans is not None
@@ -40,14 +43,14 @@ def test_every_message_takes_the_latency_of_its_link(schedule: Schedule, times: 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_equal_link_latencies_are_as_one_number(name: str):
-    costs = Costs(1, 1.25, 0.75, 0.5)
-    alike = with_latency(replace(costs, comm=0.0), 4, [0.5] * 16)
+    costs = Costs.of(1, 1.25, 0.75, 0.5)
+    alike = with_latency(Costs.of(1, 1.25, 0.75), 4, [0.5] * 16)
     assert plan(Request(name, 4, 9, costs)) == plan(Request(name, 4, 9, alike))
 
 
 def test_a_search_knows_them():
     made = plan(Request("1f1b", 3, 4))
-    costs = replace(Costs(1, 1, 1, 0.25), latencies=((1, 2, 7.0),)).on(made.placement)
+    costs = Costs(link=Link(0.25, ((1, 2, 7.0),))).on(made.placement)
     tasks, passes = tasks_of(made, costs)
     delays = {
         (made.placement.rank_of[passes[source].stage], made.placement.rank_of[passes[task].stage]): tasks.before.delay[
@@ -67,14 +70,14 @@ def test_a_search_knows_them():
 
 def test_the_lower_bound_counts_each_way():
     """One microbatch on three ranks: three F, three I, the last W, and four messages."""
-    costs = replace(Costs(1, 1, 1, 0.25), latencies=((1, 2, 7.0), (2, 1, 3.0))).on(sequential(3))
+    costs = Costs(link=Link(0.25, ((1, 2, 7.0), (2, 1, 3.0)))).on(sequential(3))
     assert lower_bound(sequential(3), 1, costs, 3.0) == pytest.approx(14 + 0.25 + 7 + 3 + 0.25)
 
 
 def test_a_plan_goes_round_a_slow_link():
     """With a latency of two passes 1F1B waits; an order planned for it keeps more in flight and waits less."""
-    costs = replace(Costs(1, 1, 1), latencies=((1, 2, 4.0), (2, 1, 4.0)))
-    blind, seeing = (plan(Request("zb-2p", 4, 16, each)) for each in (Costs(1, 1, 1), costs))
+    costs = Costs(link=Link(pairs=((1, 2, 4.0), (2, 1, 4.0))))
+    blind, seeing = (plan(Request("zb-2p", 4, 16, each)) for each in (Costs.of(1, 1, 1), costs))
     blind_time, seeing_time = (simulate(each, costs.on(each.placement)).makespan for each in (blind, seeing))
     assert seeing_time < blind_time
 
@@ -82,4 +85,4 @@ def test_a_plan_goes_round_a_slow_link():
 @pytest.mark.parametrize("latency", [-1.0, float("nan"), float("inf")])
 def test_a_latency_that_is_none_is_refused(latency: float):
     with pytest.raises(PlanError, match="the P2P latency must be zero or a positive number"):
-        Costs(latencies=((0, 1, latency),))
+        Costs(link=Link(pairs=((0, 1, latency),)))

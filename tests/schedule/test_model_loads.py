@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
@@ -27,9 +28,10 @@ def model(layers: int, first: Part = EMBEDDING, last: Part = OUTPUT) -> ModelLoa
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("again", [{}, {"stock_recompute": 0.5, "kept": 0.25, "weight_share": 0.75}])
-def test_layers_alone_spread_evenly_cost_what_equal_stages_do(chunks: int, again: dict[str, float]):
-    costs, placement = Costs(1, 1.1, 0.75, 0.05, **again), zigzag(4, chunks)
+@pytest.mark.parametrize(("again", "memory"), [(0.0, MemoryShares()), (0.5, MemoryShares(0.75, kept=0.25))])
+def test_layers_alone_spread_evenly_cost_what_equal_stages_do(chunks: int, again: float, memory: MemoryShares):
+    times, placement = LayerTimes(1, 1.1, 0.75, stock_recompute=again), zigzag(4, chunks)
+    costs = Costs(times, link=Link(0.05), memory=memory)
     alike, by_parts = costs.on(placement), replace(costs, model=model(16, Part(), Part())).on(placement)
     for kind in Kind:
         assert by_parts.durations[kind] == pytest.approx(alike.durations[kind])
@@ -38,7 +40,7 @@ def test_layers_alone_spread_evenly_cost_what_equal_stages_do(chunks: int, again
 
 
 def test_the_ends_come_on_top_and_leave_nothing_to_w():
-    costs = Costs(1, 1.2, 0.8, model=model(8)).on(v_shape(2))
+    costs = Costs(LayerTimes(1, 1.2, 0.8), model(8)).on(v_shape(2))
     # Half a rank's layers are two; the output layer's forward is two layers', its backward 18 / 12 and 16 / 8 of them.
     assert costs.durations[Kind.F] == pytest.approx((1.05, 1, 1, 2))
     assert costs.durations[Kind.I] == pytest.approx((1.2 + 0.05, 1.2, 1.2, 1.2 + 0.9 + 0.8))
@@ -49,7 +51,10 @@ def test_the_ends_come_on_top_and_leave_nothing_to_w():
 
 def test_what_is_no_layer_recomputes_nothing():
     plain, again = (
-        Costs(1, 1, 1, model=model(8), stock_recompute=share, kept=1 - share / 2).on(v_shape(2)) for share in (0, 1)
+        Costs(LayerTimes(1, 1, 1, stock_recompute=share), model(8), memory=MemoryShares(kept=1 - share / 2)).on(
+            v_shape(2)
+        )
+        for share in (0, 1)
     )
     more = [b - a for a, b in zip(plain.durations[Kind.I], again.durations[Kind.I], strict=True)]
     assert more == pytest.approx([1] * 4)
@@ -85,11 +90,11 @@ def test_even_stages_differ_by_a_layer_at_most(layers: int, stages: int):
 @pytest.mark.parametrize(("d", "n", "layers"), [(4, 8, 16), (4, 9, 14), (3, 5, 4)])
 def test_every_schedule_is_planned_for_a_model_with_ends(name: str, d: int, n: int, layers: int):
     """Also where some stages have no layer, whose W takes no time and holds nothing."""
-    costs = Costs(1, 1.1, 0.75, 0.05, model=model(layers))
+    costs = Costs(LayerTimes(1, 1.1, 0.75), model(layers), link=Link(0.05))
     limit = {"memory_limit": 1.5, "search_seconds": 0.05} if name == "adaptive" else {}
     schedule = plan(Request(name, d, n, costs, **limit))
     timeline = simulate(schedule, costs.on(schedule.placement))
-    blind = simulate(schedule, Costs(1, 1.1, 0.75, 0.05).on(schedule.placement))
+    blind = simulate(schedule, Costs.of(1, 1.1, 0.75, 0.05).on(schedule.placement))
     assert timeline.makespan > blind.makespan
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.schedules.schedule.cost_parts import LayerTimes, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
@@ -71,7 +72,7 @@ def test_measured_bytes_take_the_place_of_estimates():
 def test_a_model_of_equal_layers_costs_what_equal_shares_do(chunks: int):
     """Shares of memory given by hand, and bytes that come to the same."""
     loads = ModelLoads(Part(), (Part(split=Load(1, 1, 1, 100.0)),) * 8, Part())
-    shares = Costs(1, 1.1, 0.75, model=loads, weight_share=0.9, layer_input=0.06)
+    shares = Costs(LayerTimes(1, 1.1, 0.75), loads, memory=MemoryShares(0.9, layer_input=0.06))
     plain = replace(MODEL, first=EndMemory(), last=EndMemory())
     recomputed = tuple([1.0, 0.0] * (2 * chunks))[: 2 * chunks]
     placement = zigzag(2, chunks) if chunks > 1 else zigzag(2, 1)

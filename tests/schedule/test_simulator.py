@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
@@ -46,9 +48,10 @@ def test_makespan_and_bubbles_are_as_defined(made: tuple[Schedule, Costs]):
     assert timeline.bubble == pytest.approx(1 - sum(work) / schedule.ranks / makespan)
     own_spans = [max(spans[p][1] for p in row) - min(spans[p][0] for p in row) for row in schedule.order]
     assert timeline.span_bubble == pytest.approx(max(1 - w / s for w, s in zip(work, own_spans, strict=True)))
-    if costs.stage_weights is None and not any(costs.messages):
-        forwards = (1 + costs.stock_recompute) * costs.forward
-        ideal = schedule.microbatches * 2 * (forwards + costs.input_grad + costs.weight_grad)
+    if costs.model.divisible and not any(costs.layers.messages):
+        ideal = (
+            schedule.microbatches * 2 * (sum(costs.layers.passes) + costs.layers.stock_recompute * costs.layers.forward)
+        )
         assert timeline.bubble == pytest.approx(1 - ideal / makespan)
 
 
@@ -76,7 +79,7 @@ def test_memory_is_held_from_the_start_of_f_to_the_end_of_w(made: tuple[Schedule
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 9), (3, 2), (4, 4), (5, 17), (8, 3), (16, 40)])
 def test_1f1b_takes_what_its_closed_form_says(ranks: int, microbatches: int, costs: str):
     timeline, asked = planned("1f1b", ranks, microbatches, costs), Costs.parse(costs)
-    period = 2 * (asked.forward + asked.input_grad + asked.weight_grad)
+    period = 2 * sum(asked.layers.passes)
     assert timeline.makespan == pytest.approx((microbatches + ranks - 1) * period)
     assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     assert timeline.peaks == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
@@ -85,15 +88,15 @@ def test_1f1b_takes_what_its_closed_form_says(ranks: int, microbatches: int, cos
 def test_a_message_takes_time_between_ranks_and_none_within_one():
     """A V with one microbatch: the chain crosses between ranks twice forward and twice backward."""
     rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
-    without, with_latency = (timed(written(v_shape(2), 1, *rows), Costs(comm=latency)) for latency in (0.0, 10.0))
+    without, with_latency = (timed(written(v_shape(2), 1, *rows), Costs(link=Link(latency))) for latency in (0.0, 10.0))
     assert with_latency.makespan == without.makespan + 4 * 10
     assert with_latency.start[1] == (11, 12, 36, 38)
 
 
 def test_the_span_form_looks_at_the_worst_rank_between_its_own_first_start_and_last_end():
     """Rank 0 computes 6 of its 26; rank 1, five times as heavy, runs without a pause from 2 to 32."""
-    timeline = timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0"), Costs(stage_weights=(1, 5)))
-    assert timeline.makespan == 32
+    timeline = timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0"), uneven(Costs(), (1, 5)))
+    assert timeline.makespan == pytest.approx(32)
     assert timeline.bubble == pytest.approx(1 - (6 + 30) / 2 / 32)
     assert timeline.span_bubble == pytest.approx(20 / 26)
 
@@ -134,7 +137,7 @@ def test_an_order_finishes_exactly_where_the_oracle_finds_times():
 def test_named_schedules_run_as_the_slow_oracle_says(name: str, ranks: int, microbatches: int, seed: int):
     """Orders that mean something reach states that random ones do not."""
     rng = random.Random(seed)
-    costs = Costs(*(rng.randint(1, 9) for _ in range(3)), comm=rng.choice((0, 1, 5)))
+    costs = Costs.of(*(rng.randint(1, 9) for _ in range(3)), rng.choice((0, 1, 5)))
     schedule = plan(Request(name, ranks, microbatches, Costs.parse(REAL)))
     spans = slow_spans(schedule, costs)
     assert spans is not None
@@ -145,7 +148,7 @@ def test_named_schedules_run_as_the_slow_oracle_says(name: str, ranks: int, micr
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_an_input_gradient_gives_back_what_no_weight_gradient_needs(share: float):
     schedule = written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
-    timeline = timed(schedule, Costs(weight_share=share))
+    timeline = timed(schedule, Costs(memory=MemoryShares(share)))
     held = [level for _, level in timeline.memory(0)]
     assert held == [0.0, 1.0, *([share] if share < 1 else []), *([0.0] if share else [])]
 
@@ -154,7 +157,7 @@ def test_what_an_input_gradient_gives_back_makes_room():
     """Weight gradients can wait at no price then, and fill what was idle within the same memory."""
     for name, limit in (("zb-1p", 4), ("v-min", 2), ("v-half", 3), ("adaptive", 2)):
         kept = Costs.parse(REAL)
-        given_back = replace(kept, weight_share=0.0)
+        given_back = replace(kept, memory=MemoryShares(0.0))
         asked = Request(name, 4, 12, kept, memory_limit=limit / 4, search_seconds=0.3)
         better = timed(plan(replace(asked, costs=given_back)), given_back)
         assert better.peak <= limit
@@ -163,16 +166,19 @@ def test_what_an_input_gradient_gives_back_makes_room():
 
 def test_what_is_recomputed_costs_time_in_the_input_gradient_and_memory_only_from_there():
     schedule = written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
-    timeline = timed(schedule, Costs(1, 1, 1, stock_recompute=1.0, kept=0.125, weight_share=0.75))
+    timeline = timed(schedule, Costs(LayerTimes(1, 1, 1, stock_recompute=1.0), memory=MemoryShares(0.75, kept=0.125)))
     assert timeline.makespan == 2 * (1 + 1 + 2 + 2 + 1)
     assert timeline.memory(0) == ((0.0, 0.0), (0.0, 0.125), (8.0, 0.75), (14.0, 0.0))
-    whole = timed(written(sequential(2), 1, "0F0 0B0", "1F0 1B0"), Costs(stock_recompute=1.0, kept=0.125))
+    whole = timed(
+        written(sequential(2), 1, "0F0 0B0", "1F0 1B0"),
+        Costs(LayerTimes(stock_recompute=1.0), memory=MemoryShares(kept=0.125)),
+    )
     assert whole.peak == 0.125
 
 
 def test_a_split_backward_needs_room_for_what_it_recomputed():
     """A chunk of V-Half is half a rank's layers; a whole backward needs no room that counts."""
-    costs = Costs(stock_recompute=1.0, kept=0.0)
+    costs = Costs(LayerTimes(stock_recompute=1.0), memory=MemoryShares(kept=0.0))
     assert timed(plan(Request("1f1b", 8, 16, costs)), costs).peak == 0
     assert timed(plan(Request("v-half", 8, 16, costs)), costs).peak >= 0.5
     assert timed(plan(Request("adaptive", 8, 16, costs, memory_limit=1 / 16, search_seconds=0.1)), costs).peak <= 0.5
@@ -195,7 +201,7 @@ def test_gradients_are_complete_at_each_stages_last_weight_gradient(name: str):
 def test_figures_count_computing_alone_and_copies_in_the_background(one_way: bool, later: float):
     """F takes 2, B 4, each copy 3; rank 0 sends half of what it holds away. On one channel the first L waits for it."""
     schedule = written(sequential(2), 2, "0F0 0F1 0O0 0L0 0O1 0B0 0L1 0B1", "1F0 1B0 1F1 1B1")
-    timeline = timed(schedule, Costs(copy=3.0, one_way=one_way), Decisions(offloaded=(0.5, 0.0)))
+    timeline = timed(schedule, Costs(copies=HostCopies(3.0, one_way)), Decisions(offloaded=(0.5, 0.0)))
     copies = sorted((str(work), start, end) for work, start, end in timeline.copies[0])
     begun = [("0L0", 5 + later, 8 + later), ("0L1", 12 + later, 15 + later)]
     assert copies == [*begun, ("0O0", 2, 5), ("0O1", 5, 8)]
@@ -213,7 +219,7 @@ def test_figures_count_computing_alone_and_copies_in_the_background(one_way: boo
 def test_what_is_done_again_is_computing_and_not_useful():
     """R of half a stage's layers takes 1, where F takes 2 and B 4."""
     schedule = written(sequential(2), 1, "0F0 0R0 0B0", "1F0 1B0")
-    timeline = timed(schedule, Costs(layer_input=0.0), Decisions(recomputed=(0.5, 0.0)))
+    timeline = timed(schedule, Costs(memory=MemoryShares(layer_input=0.0)), Decisions(recomputed=(0.5, 0.0)))
     assert timeline.ideal == (7 + 6) / 2
     assert timeline.bubble == pytest.approx(1 - 6.5 / 12)
     assert timeline.recomputed == pytest.approx(1 / 13)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
@@ -47,7 +48,8 @@ POLICIES = st.builds(
 def with_messages(made: tuple[Schedule, Costs]) -> tuple[Problem, Costs]:
     """The problem of a schedule, with messages of experts in half of each F and I."""
     schedule, costs = made
-    costs = replace(costs, messages=(costs.forward / 2, costs.input_grad / 2))
+    forward, input_grad, _ = costs.layers.passes
+    costs = replace(costs, layers=replace(costs.layers, messages=(forward / 2, input_grad / 2)))
     return Problem(schedule.placement, schedule.microbatches, costs.on(schedule.placement)), costs
 
 
@@ -73,21 +75,21 @@ def test_with_messages_the_makespan_is_that_of_the_simulator(
 @pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0)])
 def test_a_short_search_keeps_enough_weight_gradients_due(limit: float, most: float):
     """With all messages exposed, no order of four chunks takes less than 225, whatever its memory."""
-    made = Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3))
+    made = Costs(LayerTimes(1.3, 1.4, 0.75, (0.3, 0.3)), link=Link(0.05), memory=MemoryShares(0.6))
     costs, placement = made.around_one(), zigzag(8, 4)
     problem = Problem(placement, 32, costs.on(placement))
     (best,), _ = race([Entry(problem, [problem.order()])], limit, 11e6)
-    unit = made.forward / costs.forward
+    unit = made.layers.forward / costs.layers.forward
     assert problem.fits(best.best, limit)
     assert best.makespan * unit <= most
-    exposed = replace(made, messages=(0.0, 0.0))
+    exposed = made.without_messages
     assert lower_bound(placement, 32, exposed.on(placement), limit) > 225
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0), (8.0, 225.0), (5.0, 225.0)])
 def test_adaptive_hides_messages(limit: float, most: float):
-    costs = Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3))
+    costs = Costs(LayerTimes(1.3, 1.4, 0.75, (0.3, 0.3)), link=Link(0.05), memory=MemoryShares(0.6))
     timeline = timed(plan(Request("adaptive", 8, 32, costs, memory_limit=limit / 8)), costs)
     assert timeline.makespan <= most
     assert timeline.peak <= limit + 1e-9
@@ -198,7 +200,7 @@ def test_an_order_above_its_limits_is_refused():
 
 def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():
     # Recomputing, F keeps less than I leaves to W: 1F1B holds less than its split form does.
-    costs = Costs(stock_recompute=1.0, kept=0.5, weight_share=0.9)
+    costs = Costs(LayerTimes(stock_recompute=1.0), memory=MemoryShares(0.9, kept=0.5))
     whole = timed(plan(Request("1f1b", 3, 8, costs)), costs)
     problem = Problem(sequential(3), 8, costs.on(sequential(3)))
     assert max(problem.peaks(problem.order(whole.schedule))) > whole.peak
@@ -256,7 +258,9 @@ def test_where_only_the_way_in_is_idle_the_bound_says_so(name: str):
 def test_where_it_is_known_the_bound_is_the_optimum_and_the_search_finds_it(
     d: int, n: int, limit: float, costs: tuple[float, ...], chunks: int, least: float
 ):
-    request = Request("adaptive", d, n, Costs(*costs), memory_limit=limit, chunk_choices=(chunks,), search_seconds=0.05)
+    request = Request(
+        "adaptive", d, n, Costs.of(*costs), memory_limit=limit, chunk_choices=(chunks,), search_seconds=0.05
+    )
     assert bound(request) == pytest.approx(least)
     assert timed(plan(request), request.costs).makespan == pytest.approx(least)
 
@@ -280,7 +284,9 @@ CASES = [
 
 
 def length(costs: tuple[int, int, int, int], limit: float, *chunks: int) -> float:
-    request = Request("adaptive", 4, 8, Costs(*costs), memory_limit=limit / 4, chunk_choices=chunks, search_seconds=0.5)
+    request = Request(
+        "adaptive", 4, 8, Costs.of(*costs), memory_limit=limit / 4, chunk_choices=chunks, search_seconds=0.5
+    )
     return timed(plan(request), request.costs).makespan
 
 
@@ -336,7 +342,10 @@ def test_what_is_found_for_little_memory_does_not_depend_on_how_much_there_is():
 @pytest.mark.parametrize("saving", [{}, {"recomputed": (1.0,) * 6}, {"offloaded": (0.5,) * 6}], ids=str)
 def test_a_problem_under_other_costs_is_what_it_would_be_if_made_anew(saving: dict[str, tuple[float, ...]]):
     placement, decisions = v_shape(3), Decisions(**saving)
-    costs = [Costs(forward, 1.1, 0.75, 0.05, copy=forward / 3).on(placement, decisions) for forward in (1.0, 1.7)]
+    costs = [
+        Costs(LayerTimes(forward, 1.1, 0.75), link=Link(0.05), copies=HostCopies(forward / 3)).on(placement, decisions)
+        for forward in (1.0, 1.7)
+    ]
     one, anew = (Problem(placement, 4, each) for each in costs)
     under = one.under(costs[1])
     assert under is not None

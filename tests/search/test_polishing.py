@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.uneven_layers import uneven
+from megatron.schedules.schedule.cost_parts import Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential, v_shape
@@ -66,7 +68,7 @@ def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule
             if kind is Kind.I and second == Pass(stage, Kind.W, m):
                 assert stage > 0, "nobody waits for the first stage"
                 waits = next(starts[w] for k in (Kind.I, Kind.B) if (w := Pass(stage - 1, k, m)) in starts)
-                latency = costs.comm if rank_of[stage - 1] != rank_of[stage] else 0
+                latency = costs.link.latency if rank_of[stage - 1] != rank_of[stage] else 0
                 assert waits < end + latency
 
 
@@ -78,7 +80,7 @@ def test_the_first_stage_is_joined_and_one_that_is_waited_for_is_not():
 def test_a_stage_is_joined_where_the_rank_that_waits_is_late_itself():
     """Rank 0 is busy with a heavy forward until both halves of stage 1's backward are done."""
     split = written(sequential(2), 2, "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
-    late = Costs(stage_weights=(9, 1))
+    late = uneven(Costs(), (9, 1))
     assert str(merge_backward(timed(split, late)).order[1][1]) == "1B0"
     assert str(merge_backward(timed(split)).order[1][1]) == "1I0"
 
@@ -91,5 +93,5 @@ def test_what_does_not_stand_together_is_not_joined():
 def test_link_latency_counts_for_those_who_wait_across_it():
     """In a V stage 2 hands its gradient to stage 1 on the same rank, and stage 3 to stage 2 on another."""
     rows = "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0"
-    merged = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))
+    merged = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(link=Link(5))))
     assert [" ".join(map(str, row)) for row in merged.order] == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1I0 1W0"]

@@ -91,7 +91,7 @@ def test_scheduled_in_either_direction_an_order_stays_sound(made: tuple[Schedule
 def without_messages(made: tuple[Schedule, Costs]) -> tuple[Schedule, Costs]:
     """The same without messages of experts, which put the W passes of a rank in the order of their I passes."""
     schedule, costs = made
-    return schedule, replace(costs, messages=(0.0, 0.0))
+    return schedule, costs.without_messages
 
 
 @examples(100)
@@ -121,7 +121,7 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
 
 
 def test_an_order_improved_by_compiled_rounds_is_the_same(monkeypatch: pytest.MonkeyPatch):
-    request = Request("v-half", 8, 20, Costs(1, 1.1, 0.75, 0.05))
+    request = Request("v-half", 8, 20, Costs.of(1, 1.1, 0.75, 0.05))
     interpreted = plan(request)
     monkeypatch.setattr(polish, "_MOST_INTERPRETED", 0)
     assert plan(request) == interpreted

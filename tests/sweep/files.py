@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.schedules.measure import job_profile_json, recorded_run
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.schedule.text_forms import to_csv
@@ -49,7 +50,9 @@ def good(folder: Path) -> dict[str, Path]:
         "schedule.csv": to_csv(plan(Request("v-half", 4, 8))),
         "device-profile.json": json.dumps(profiled(8, copy_gbps=RATES)),
         "job-profile.json": job_profile_json.to_text(profile(v_shape(4), *V)),
-        "recorded.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, latencies=((0, 1, 0.75),)))),
+        "recorded.json": recorded_run.to_text(
+            made(Costs(LayerTimes(1.5, 1.25, 0.75), link=Link(0.5, ((0, 1, 0.75),))))
+        ),
         "custom-costs.json": json.dumps(CUSTOM_COSTS),
         "model.sh": MODEL_FLAGS,
         "conversation.jsonl": '{"text": "some words"}\n' * 3,

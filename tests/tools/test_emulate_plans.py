@@ -16,7 +16,7 @@ from scripts import emulate_plans
 
 
 def timeline(name: str, ranks: int = 2, microbatches: int = 4) -> Timeline:
-    request = Request(name, ranks, microbatches, Costs(1, 1.25, 0.75))
+    request = Request(name, ranks, microbatches, Costs.of(1, 1.25, 0.75))
     schedule = plan(request)
     return simulate(schedule, request.costs_on(schedule.placement))
 
@@ -40,7 +40,10 @@ def test_the_table_has_ratios_to_the_last_plan() -> None:
     ("plans", "message"),
     [
         ([("a", timeline("1f1b")), ("b", timeline("1f1b", 4))], "the plans are for 2 and 4 ranks"),
-        ([("a", simulate(s := from_csv("0F0,0R0,0B0\n"), Costs(1, 1, 1).on(s.placement)))], "a has passes of kind R"),
+        (
+            [("a", simulate(s := from_csv("0F0,0R0,0B0\n"), Costs.of(1, 1, 1).on(s.placement)))],
+            "a has passes of kind R",
+        ),
     ],
 )
 def test_plans_that_cannot_be_emulated_are_refused(plans: list[tuple[str, Timeline]], message: str) -> None:

@@ -110,9 +110,9 @@ def test_a_profile_is_a_jobs_with_times_and_bytes_of_all_three_parts(tmp_path):
     # Of a layer that is recomputed only its input is kept.
     assert layers.held - layers.sizes[Share.RECOMPUTED] == pytest.approx(12 * 4 * tokens * hidden)
     costs = found.costs(3)
-    assert costs.layer_input == pytest.approx(12 * 4 * tokens * hidden / layers.held)
-    assert 0.2 < costs.recompute_time < 5 and costs.copy > 0
-    assert costs.forward == pytest.approx(layers.median(Kind.F) / 6)
+    assert costs.in_shares.layer_input == pytest.approx(12 * 4 * tokens * hidden / layers.held)
+    assert 0.2 < costs.layers.recompute_time < 5 and costs.copies.time > 0
+    assert costs.layers.forward == pytest.approx(layers.median(Kind.F) / 6)
     assert found.copy_gbps is not None and all(0.01 < rate < 1000 for rate in astuple(found.copy_gbps))
     assert " GB/s to the host" in done.stdout
     # The output layer's weight gradient is part of I.

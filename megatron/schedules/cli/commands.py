@@ -317,12 +317,13 @@ def _emit_drawing(form: str, drawing: Drawing, output: Path | None, footer: str 
 
 def _caption(plans: JobPlans) -> str:
     costs, size = plans.costs, f"{counted(plans.ranks, 'pipeline rank')}, {counted(plans.microbatches, 'microbatch')}"
-    times = f"F {number(costs.forward)}, I {number(costs.input_grad)}, W {number(costs.weight_grad)}"
-    if costs.model is not None:
+    forward, input_grad, weight_grad = map(number, costs.layers.passes)
+    times = f"F {forward}, I {input_grad}, W {weight_grad}"
+    if not costs.model.divisible:
         times += f", the output layer as long as {number(costs.last_in_layers)} layers"
-        times += ", shared by all ranks" if costs.shared_vocabulary else ""
-    copies = f", a copy of what these hold {number(costs.copy)} one way" if costs.copy else ""
-    return f"{size}; half a rank's layers take {times}{copies}; P2P latency {number(costs.comm)}."
+        times += ", shared by all ranks" if costs.model.shared_vocabulary else ""
+    copies = f", a copy of what these hold {number(costs.copies.time)} one way" if costs.copies.time else ""
+    return f"{size}; half a rank's layers take {times}{copies}; P2P latency {number(costs.link.latency)}."
 
 
 def _unit(plans: JobPlans) -> str:

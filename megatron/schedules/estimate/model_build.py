@@ -91,21 +91,16 @@ def with_model(
     kept = kept if profile is None else profile.memory(kept)
     work = layer_work(build, experts=any(build.where))
     speed = build.quantized.speed if build.quantized else 1.0
-    messages = costs.messages
-    if hides and profile is None and not any(messages):
+    layers = costs.layers
+    if hides and profile is None and not any(layers.messages):
         forward, input_grad = message_shares(build, prices, build.tokens)
-        messages = forward * costs.forward, input_grad * costs.input_grad
+        layers = replace(layers, messages=(forward * layers.forward, input_grad * layers.input_grad))
     if profile is None or profile.facts.recompute is None:  # else measured times include it
         share = recomputed_share(model.recompute, work, speed)
-        costs = replace(costs, stock_recompute=share, recomputed_layers=model.recompute.layers or None)
-    return replace(
-        costs,
-        messages=messages,
-        model=replace(costs.model or loads(build), stand_in=(int(first), int(last)), ends=model.ends),
-        shared_vocabulary=shared,
-        memory=kept,
-        weight_share=kept.weight_share,
-    )
+        layers = replace(layers, stock_recompute=share, recomputed_layers=model.recompute.layers or None)
+    known = loads(build) if costs.model.divisible else costs.model
+    known = replace(known, stand_in=(int(first), int(last)), ends=model.ends, shared_vocabulary=shared)
+    return replace(costs, layers=layers, model=known, memory=kept)
 
 
 def rank_memory(
@@ -125,10 +120,10 @@ def rank_memory(
         layers: decoder layers of each stage.
         messages: peak number of messages on each rank; defaults to :data:`MESSAGES`.
     """
-    assert costs.memory is not None, "the model is known"
-    sizes = parameters(model.build).by_stage(layers, schedule.placement.rank_of, costs.shared_vocabulary)
+    assert costs.in_bytes is not None, "the model is known"
+    sizes = parameters(model.build).by_stage(layers, schedule.placement.rank_of, costs.model.shared_vocabulary)
     waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
-    return memory(schedule, on_stages, costs.memory.of_rank(schedule.ranks), sizes, model.numbers, waiting)
+    return memory(schedule, on_stages, costs.in_bytes.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 
 def recomputed_share(recompute: Recompute, work: Work, speed: float = 1.0) -> float:

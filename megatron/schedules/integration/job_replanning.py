@@ -134,8 +134,8 @@ class JobReplan:
     def _limit(self, request: Request, profile: JobProfile) -> float:
         """Memory limit for the devices' free memory, as a fraction of 1F1B's: the smallest of all ranks."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        assert request.costs.memory is not None, "the job has a model"
-        each = request.costs.memory.of_rank(request.ranks)
+        assert request.costs.in_bytes is not None, "the job has a model"
+        each = request.costs.in_bytes.of_rank(request.ranks)
         peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
         limit, tightest = reduced([of_1f1b(peak * each + left, request.ranks, each), left], dist.ReduceOp.MIN)

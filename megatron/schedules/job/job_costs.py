@@ -42,20 +42,22 @@ def costs_of(spec: JobSpec, *, of_device: bool = False) -> Costs:
             profile=profile,
             hides=bool(spec.hides_messages),
         )
-    costs = replace(costs, shared_vocabulary=settings.vocabulary_parallel, of_device=of_device)
+    else:
+        costs = replace(costs, model=replace(costs.model, shared_vocabulary=settings.vocabulary_parallel))
+    if of_device and costs.in_bytes:
+        costs = replace(costs, memory=replace(costs.in_bytes, of_device=True))
     if spec.hides_messages is False:
-        costs = replace(costs, messages=(0.0, 0.0))
+        costs = costs.without_messages
     if custom is not None:
-        # Shares of memory in a file written by hand replace the model's bytes.
-        costs = custom.added_to(replace(costs, memory=None) if custom.of_memory else costs)
+        costs = custom.added_to(costs)
     return _with_copies(spec, costs) if settings.saving.offload else costs
 
 
 def rank_bytes(spec: JobSpec, costs: Costs) -> float | None:
     """Activation memory of one microbatch in an average rank's layers, bytes; None if unknown."""
     ranks, profile = spec.sizes.pipeline, spec.profile
-    if costs.memory is not None:
-        return costs.memory.of_rank(ranks)
+    if costs.in_bytes is not None:
+        return costs.in_bytes.of_rank(ranks)
     return profile.layer_bytes * profile.facts.layers / ranks if profile and profile.layer_bytes else None
 
 
@@ -85,15 +87,15 @@ def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
     elif choice is not None:
         said = f"F,I,W {choice.text} as given"
     else:
-        by = "by the model's arithmetic" if costs.model else "assumed"
-        said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
-    if costs.model is None:
+        by = "assumed" if costs.model.divisible else "by the model's arithmetic"
+        said = f"F,I,W {costs.layers.forward:g},{costs.layers.input_grad:.3g},{costs.layers.weight_grad:.3g} {by}"
+    if costs.model.divisible:
         return f"{said}; equal stages assumed"
     last = costs.last_in_layers
     where = f"; layers {as_layout(layers, spec.layers.ahead)}" if layers else ""
     ahead = " with multi-token prediction" if spec.layers.ahead else ""
     known = "" if last > 0.01 else ", its vocabulary not being known"
-    if costs.shared_vocabulary:
+    if costs.model.shared_vocabulary:
         known = f", and shared with the embedding by {spec.sizes.pipeline} ranks"
     return f"{said}; the output layer{ahead} counted as {last:.2g} decoder layers{known}{where}"
 
@@ -116,13 +118,13 @@ def _times(spec: JobSpec) -> Costs:
     """Times of a cost file written by hand, of the flag, or by the model's arithmetic."""
     choice, custom = spec.settings.costs, spec.custom_costs
     given = custom.times if custom is not None else None if choice is None else choice.times
-    return given or (Costs() if spec.build is None else Costs(*loads(spec.build).ratio))
+    return given or (Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio))
 
 
 def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
     """Adds the time to copy the activations of half a rank's layers in one direction, which offload needs."""
     flag, costs_flag, gbps = spec.flags["offload"], spec.flags["costs"], spec.settings.saving.gbps
-    if gbps is None and not costs.copy:
+    if gbps is None and not costs.copies.time:
         raise PlanError(
             f"{flag} takes the time of copies from {costs_flag} FILE.json: give copy_time in one written by hand "
             f"(docs/measure.md), or a profile that has it, as tools/profile_passes.py writes; or {flag}=GB/s with "
@@ -138,4 +140,5 @@ def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
     held = rank_bytes(spec, costs)
     if held is None:
         raise unknown_bytes(spec, f"{flag}={gbps:g}", f"offload and copy_time in a {costs_flag} FILE.json")
-    return replace(costs, copy=copy_time(CopyRates(*[gbps] * 3), held / 2, both_ways=True) or 0.0)
+    time = copy_time(CopyRates(*[gbps] * 3), held / 2, both_ways=True) or 0.0
+    return replace(costs, copies=replace(costs.copies, time=time))

@@ -81,7 +81,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         partition=settings.layers == "auto",
         divides=spec.layers.count is not None and settings.layers != "auto",
     )
-    if device is not None and spec.trained is not None and costs.memory is not None:
+    if device is not None and spec.trained is not None and costs.in_bytes is not None:
         limit = device_limit(spec.trained, request, device)
     found = LimitedRequest(spec, request, limit)
     return found._replace(request=found.within(request))

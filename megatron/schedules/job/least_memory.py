@@ -37,7 +37,7 @@ def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan
         with suppress(PlanError):  # the layers do not divide
             request = replace(asked, schedule="adaptive", chunk_choices=(chunks,), search_seconds=_SECONDS)
             plan = make(replace(request, memory_limit=times * least_limit(request)))
-            peak, unit = plan.peak_bytes, request.costs.memory
+            peak, unit = plan.peak_bytes, request.costs.in_bytes
             assert peak is not None and unit is not None, "sizes are known"
             within = of_1f1b(peak, request.ranks, unit.of_rank(request.ranks))
             found = replace(plan, asked=asked, request=replace(plan.request, memory_limit=within))

@@ -42,7 +42,7 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
         return _with_first_limit(request)
     if limit.size is None:
         return replace(request, memory_limit=limit.fraction)
-    held, memory = rank_bytes(spec, request.costs), request.costs.memory
+    held, memory = rank_bytes(spec, request.costs), request.costs.in_bytes
     if held is None:
         raise unknown_bytes(spec, f"{spec.flags['memory_limit']} {limit.text}", "a fraction such as 0.5")
     passing = 0.0 if memory is None else memory.most_passing
@@ -91,7 +91,7 @@ def _static_bytes(model: TrainedModel, request: Request) -> float:
     for where in placements(request):
         counts = request.layers_on(where)
         assert counts is not None, "the model is known"
-        sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.shared_vocabulary)
+        sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.model.shared_vocabulary)
         held = [RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes]
         average = max(average, sum(held) / len(held))
     return average

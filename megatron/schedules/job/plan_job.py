@@ -80,11 +80,10 @@ class JobPlan:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Memory of each rank; empty if bytes are unknown."""
-        model, custom, request = self.spec.trained, self.spec.custom_costs, self.request
-        counts = request.layers_on(self.schedule.placement)
-        if model is None or counts is None or request.costs.memory is None or (custom and custom.of_memory):
+        model, request = self.spec.trained, self.request
+        if model is None or request.costs.in_bytes is None:
             return ()
-        return rank_memory(model, self.schedule, self.plan.costs, request.costs, counts, self.messages)
+        return rank_memory(model, self.schedule, self.plan.costs, request.costs, self.layers, self.messages)
 
     @property
     def worst(self) -> int:
@@ -191,7 +190,7 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
     choices = [placed, settings]
     if spec.model is not None and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
         choices.insert(0, replace(placed, saving=MemorySaving(recompute=True)))
-        if profile is not None and profile.costs(spec.sizes.pipeline).copy:
+        if profile is not None and profile.costs(spec.sizes.pipeline).copies.time:
             choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
     return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
 
@@ -388,7 +387,7 @@ def _free(job: JobPlan, machine: Machine) -> str:
 
 def _host_bytes(job: JobPlan) -> float:
     """Host memory for the offloaded activations of the rank that has most, bytes; 0 if it is not known."""
-    memory, ranks = job.request.costs.memory, job.request.ranks
+    memory, ranks = job.request.costs.in_bytes, job.request.ranks
     return 0.0 if memory is None else max(taken(job.schedule, job.plan.costs)) * memory.of_rank(ranks)
 
 

@@ -157,7 +157,7 @@ class JobPlans:
     @property
     def microbatch_bytes(self) -> float:
         """Activation memory of one microbatch on an average rank, bytes; 0 if unknown."""
-        return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
+        return 0.0 if self.costs.in_bytes is None else self.costs.in_bytes.of_rank(self.ranks)
 
     def has_uneven_stages(self, job: JobPlan) -> bool:
         """True if the model's layers do not divide by the stages of ``job``, and no flag places them."""

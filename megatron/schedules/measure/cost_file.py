@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import VERSION, from_text
-from megatron.schedules.schedule.costs import MOST_SHARE, Costs
+from megatron.schedules.schedule.cost_parts import MOST_SHARE, HostCopies, LayerTimes, Link, MemoryShares
+from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Amount, Form, Positive, check_version, decode, read_file
 
@@ -46,8 +47,8 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """F, I, W, latency and messages; None where the file does not have them."""
         if self.forward is None or self.input_grad is None or self.weight_grad is None:
             return None
-        messages = self.messages or (0.0, 0.0)
-        return Costs(self.forward, self.input_grad, self.weight_grad, self.latency or 0.0, messages=messages)
+        times = LayerTimes(self.forward, self.input_grad, self.weight_grad, self.messages or (0.0, 0.0))
+        return Costs(times, link=Link(self.latency or 0.0))
 
     @property
     def of_memory(self) -> tuple[str, ...]:
@@ -55,12 +56,11 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return () if self.weight_share is None else ("weight_share",)
 
     def added_to(self, costs: Costs) -> Costs:
-        """Adds the fields other than times to ``costs``."""
+        """Adds the fields other than times to ``costs``. A share of memory replaces a model's bytes."""
         return replace(
             costs,
-            weight_share=costs.weight_share if self.weight_share is None else self.weight_share,
-            copy=self.copy_time or costs.copy,
-            one_way=self.one_way,
+            copies=HostCopies(self.copy_time or costs.copies.time, self.one_way),
+            memory=costs.memory if self.weight_share is None else MemoryShares(self.weight_share),
         )
 
 

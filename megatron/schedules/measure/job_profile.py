@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron.schedules.measure.profile_facts import CopyRates, Facts, copy_time
-from megatron.schedules.schedule.costs import LAYER_INPUT, MOST_SHARE, Costs
+from megatron.schedules.schedule.cost_parts import LAYER_INPUT, MOST_SHARE, HostCopies, LayerTimes, Link, MemoryShares
+from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import OF_RANKS, SEEN_BY, Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -175,19 +176,14 @@ class JobProfile:
         """
         mean, scale = self.model.mean, len(self.model.layers) / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in mean[:3])
+        messages = min(forward, self._messages(Kind.F, ranks)), min(input_grad, self._messages(Kind.I, ranks))
         time, layer_input = self._recompute
         return Costs(
-            forward,
-            input_grad,
-            weight_grad,
-            self.comm,
-            weight_share=self._weight_share,
-            model=self.model,
-            copy=self.copy_time(ranks) or 0.0,
-            recompute_time=time,
-            layer_input=layer_input,
-            latencies=self.latencies if ranks == self.placement.ranks else (),
-            messages=(min(forward, self._messages(Kind.F, ranks)), min(input_grad, self._messages(Kind.I, ranks))),
+            LayerTimes(forward, input_grad, weight_grad, messages, recompute_time=time),
+            self.model,
+            Link(self.comm, self.latencies if ranks == self.placement.ranks else ()),
+            HostCopies(self.copy_time(ranks) or 0.0),
+            MemoryShares(self._weight_share, layer_input=layer_input),
         )
 
     def _messages(self, kind: Kind, ranks: int) -> float:
@@ -210,10 +206,11 @@ class JobProfile:
 
     def costs_like(self, planned: Costs) -> Costs:
         """Returns the measured costs on this placement, in the form of ``planned``."""
+        found = self.costs(self.placement.ranks)
         return replace(
-            self.costs(self.placement.ranks),
-            memory=None if planned.memory is None else self.memory(planned.memory),
-            shared_vocabulary=planned.shared_vocabulary,
+            found,
+            model=replace(found.model, shared_vocabulary=planned.model.shared_vocabulary),
+            memory=self.memory(planned.in_bytes) if planned.in_bytes else found.memory,
         )
 
     def stage_costs(self, planned: Costs, decisions: Decisions) -> StageCosts:

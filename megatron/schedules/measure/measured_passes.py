@@ -167,7 +167,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
         under.schedule.microbatches,
         under.iterations,
         max(len(rows) for rows in replicas.values()),
-        tuple(_with_left(stages, under.costs.weight_share)),
+        tuple(_with_left(stages, under.costs.memory.weight_share)),
         tuple((source, to, time) for (source, to), time in latencies.items()),
         _rates(stages),
         _exposed(ranks, under.schedule),

@@ -41,7 +41,7 @@ def placements(request: Request) -> list[Placement]:
     """Placements that the search may use, most promising first: finer chunks pack better.
 
     Raises:
-        PlanError: if no number of chunks is left, or the costs per stage match none of them.
+        PlanError: if no number of chunks is left, or settled layers match none of them.
     """
     if request.placement is not None:
         return [request.placement]
@@ -51,7 +51,7 @@ def placements(request: Request) -> list[Placement]:
         placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
         try:
             request.costs_on(placement)
-        except PlanError as error:  # fewer slices than stages
+        except PlanError as error:  # settled layers of other stages
             why = error
         else:
             found.append(placement)
@@ -116,7 +116,7 @@ def search_seconds(request: Request) -> float:
     It is the default if the request gives none, times 1.5 if S and T must be placed, too.
     """
     usual = default_seconds(request.ranks, request.microbatches)
-    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.shared_vocabulary else usual)
+    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.model.shared_vocabulary else usual)
 
 
 def expected_seconds(request: Request) -> float:

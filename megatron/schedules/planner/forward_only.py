@@ -19,7 +19,7 @@ from megatron.schedules.search.tasks import tasks_of
 
 def forward_only(placement: Placement, microbatches: int, costs: Costs, decisions: Decisions = PLAIN) -> Schedule:
     """Schedule of all forwards. Each rank always runs the oldest microbatch that is ready."""
-    kinds = [kind for kind in IN_EVALUATION if costs.shared_vocabulary or not KINDS[kind].of_ranks]
+    kinds = [kind for kind in IN_EVALUATION if costs.model.shared_vocabulary or not KINDS[kind].of_ranks]
     works = [(stage, kind) for kind, stages in everywhere(placement, kinds).items() for stage in stages]
     rows = tuple(
         tuple(

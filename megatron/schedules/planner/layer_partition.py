@@ -74,7 +74,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     Raises:
         PlanError: if no partition can be planned.
     """
-    if request.costs.model is None:
+    if request.costs.model.divisible:
         raise PlanError("layers can be placed where the model is known", "layers")
     # The rounding tolerance is for times around 1; costs may have any unit.
     around_one = request.around_one()
@@ -212,7 +212,6 @@ class _Search:
     """Search on one placement."""
 
     def __init__(self, request: Request, where: Placement) -> None:
-        assert request.costs.model is not None
         self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self._climbs = request.schedule == "adaptive"

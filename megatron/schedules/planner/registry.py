@@ -334,13 +334,13 @@ def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
     request = request.around_one()
     schedule = entry.build(request, progress)
     shared = bool(schedule.kinds.intersection(OF_RANKS))
-    if request.schedule == "file" and shared != request.costs.shared_vocabulary:
+    if request.schedule == "file" and shared != request.costs.model.shared_vocabulary:
         has = (
             "the CSV has S and T: leave them out, or share"
             if shared
             else "the CSV has no S and T, which it takes to share"
         )
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
-    if request.costs.shared_vocabulary and not shared:
+    if request.costs.model.shared_vocabulary and not shared:
         schedule = share_output(schedule, request.costs_on(schedule.placement), progress)
     return schedule

@@ -71,16 +71,16 @@ class Request:
 
     def peak_bytes(self, timeline: Timeline) -> float | None:
         """Peak activation memory of the worst rank in ``timeline``, bytes; None if the model's sizes are unknown."""
-        memory = self.costs.memory
-        if memory is None or self.costs.model is None:
+        memory = self.costs.in_bytes
+        if memory is None:
             return None
         return memory.of_rank(self.ranks) * max(whole_peaks(timeline.schedule, timeline.costs))
 
     @property
     def limit_bytes(self) -> float | None:
         """The memory limit of a rank's activations, bytes; None without a limit, or if sizes are unknown."""
-        memory = self.costs.memory
-        if self.memory_limit is None or memory is None or self.costs.model is None:
+        memory = self.costs.in_bytes
+        if self.memory_limit is None or memory is None:
             return None
         return self.memory_limit * self.ranks * memory.of_rank(self.ranks)
 

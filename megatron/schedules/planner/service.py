@@ -70,7 +70,7 @@ class Plan:
         """Share of the iteration time that vocabulary parallelism would save, from a quick plan; None if unknown."""
         request, costs = self.asked, self.asked.costs
         passes = request.ranks * request.microbatches
-        if costs.model is None or costs.shared_vocabulary or self.bubble < _LEAST_IDLE or passes > _MOST_TRIED:
+        if costs.model.divisible or costs.model.shared_vocabulary or self.bubble < _LEAST_IDLE or passes > _MOST_TRIED:
             return None
         layers, ranks = len(costs.model.layers), request.ranks
         shared = replace(
@@ -78,7 +78,7 @@ class Plan:
             schedule="adaptive",
             # Without the output layer, even layers are as good as a searched partition, if all stages get equally many.
             chunk_choices=(max((c for c in request.chunk_choices if layers % (c * ranks) == 0), default=1),),
-            costs=replace(costs, shared_vocabulary=True, memory=None),
+            costs=replace(costs, model=replace(costs.model, shared_vocabulary=True), memory=costs.in_shares),
             memory_limit=self.request.memory_limit,
             search_seconds=_LEAST_SECONDS,
             start=None,

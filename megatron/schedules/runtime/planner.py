@@ -76,7 +76,7 @@ class Planner:
     @property
     def shares_vocabulary(self) -> bool:
         """True if each rank has a part of the embedding and of the output layer (vocabulary parallelism)."""
-        return self._request.costs.shared_vocabulary
+        return self._request.costs.model.shared_vocabulary
 
     @cached_property
     def layers_offloaded(self) -> tuple[int, ...] | None:
@@ -86,7 +86,7 @@ class Planner:
     @property
     def offloaded_bytes(self) -> list[list[float]] | None:
         """Bytes of each offloaded layer of each stage, for one microbatch; None if the model's sizes are unknown."""
-        memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
+        memory, counts = self._request.costs.in_bytes, self._request.layers_on(self.placement)
         if memory is None or counts is None:
             return None
         first = self.layers_offloaded or counts
@@ -173,7 +173,8 @@ class Planner:
         request = self._request
         limit = limit_in_microbatches(request) if request.schedule == "adaptive" else None
         base = self.schedule(num_microbatches)
-        return LengthsPlanner(base, replace(request.costs, attention=attention), limit, request.decisions)
+        costs = replace(request.costs, layers=replace(request.costs.layers, attention=attention))
+        return LengthsPlanner(base, costs, limit, request.decisions)
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
         request = self._request

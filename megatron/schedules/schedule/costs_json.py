@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
@@ -172,15 +171,25 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     @staticmethod
     def of(costs: Costs) -> GivenCostsForm:
         """Returns the form of ``costs``, without default values."""
+        values, defaults = _given(costs), _given(Costs())
         always = ("forward", "input_grad", "weight_grad", "comm")
-        given = {
-            field.name: getattr(costs, field.name)
-            for field in dataclasses.fields(costs)
-            if field.name in GivenCostsForm.__struct_fields__
-            and (field.name in always or getattr(costs, field.name) != field.default)
-        }
-        if costs.stock_recompute:
-            given["recompute"] = costs.stock_recompute
-        if costs.model is not None:
-            given |= {"output_layer_in_layers": costs.last_in_layers, "shared_vocabulary": costs.shared_vocabulary}
+        given = {name: value for name, value in values.items() if name in always or value != defaults[name]}
+        if not costs.model.divisible:
+            given |= {
+                "output_layer_in_layers": costs.last_in_layers,
+                "shared_vocabulary": costs.model.shared_vocabulary,
+            }
         return GivenCostsForm(**given)
+
+
+def _given(costs: Costs) -> dict[str, Any]:
+    """Fields of :class:`GivenCostsForm` that do not depend on the model."""
+    others = {
+        "comm": costs.link.latency,
+        "latencies": costs.link.pairs,
+        "recompute": costs.layers.stock_recompute,
+        "copy": costs.copies.time,
+        "one_way": costs.copies.one_way,
+    }
+    values = vars(costs.layers) | vars(costs.in_shares) | others
+    return {name: values[name] for name in GivenCostsForm.__struct_fields__ if name in values}

@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelLoads:
-    """Loads of a model's parts.
+    """Loads of a model's decoder layers and of its two ends, all in one unit of your choice.
 
     Args:
         first: load before the decoder layers, on the first stage.
@@ -65,6 +65,9 @@ class ModelLoads:
         ends: number of layers of the first and of the last stage; None: as many as the other stages have.
         kept_for_output: activation memory until the output layer's weight gradient under vocabulary parallelism: on
             each rank, and in total on all ranks.
+        shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism), with S and T passes.
+        divisible: whether the number of layers is unknown. The one in ``layers`` then stands for any number of equal
+            layers, with nothing before and after them.
     """
 
     first: Part
@@ -73,10 +76,29 @@ class ModelLoads:
     stand_in: tuple[int, int] = (0, 0)
     ends: tuple[int | None, int | None] = (None, None)
     kept_for_output: tuple[float, float] = (0.0, 0.0)
+    shared_vocabulary: bool = False
+    divisible: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.mean) <= 0:
             raise PlanError("a model has one decoder layer or more, which take time and memory")
+        if self.divisible and self.shared_vocabulary:
+            raise PlanError(
+                "to share the vocabulary takes the model, which says what an output layer costs", "shared_vocabulary"
+            )
+
+    def on_stages(self, stages: int) -> ModelLoads:
+        """Returns these loads; if the number of layers is unknown, with a layer on each of ``stages`` stages."""
+        if not self.divisible:
+            return self
+        if stages not in self._divided:
+            self._divided[stages] = replace(self, layers=self.layers * stages, divisible=False)
+        return self._divided[stages]
+
+    @cached_property
+    def _divided(self) -> dict[int, ModelLoads]:
+        """Cached results. Searches request the same number of stages many times."""
+        return {}
 
     @cached_property
     def mean(self) -> Load:
@@ -195,3 +217,7 @@ def _runs(parts: Sequence[Part]) -> list[tuple[Part, int]]:
         else:
             found.append((part, 1))
     return found
+
+
+# Any number of equal layers, for pipelines whose model is unknown.
+EQUAL = ModelLoads(Part(), (Part(split=Load(1.0, 1.0, 1.0, 1.0)),), Part(), divisible=True)

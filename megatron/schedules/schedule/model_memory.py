@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megatron.schedules.schedule.kinds import Kind, Share
 
 
 class LayerMemory(NamedTuple):
@@ -75,6 +77,7 @@ class ModelMemory:
         vocabulary: activation bytes from S to T: on each rank, and in total on all ranks.
         recomputed_layers: number of layers, the first ones of each stage, that Megatron recomputes whole; None: all.
         together: number of these layers that are recomputed as one block and keep one input.
+        of_device: whether a memory limit is what parameters leave of a device, see :class:`.StageCosts`.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -85,6 +88,7 @@ class ModelMemory:
     vocabulary: tuple[float, float] = (0.0, 0.0)
     recomputed_layers: int | None = 0
     together: int = 1
+    of_device: bool = False
 
     def of_rank(self, ranks: int) -> float:
         """Unit of memory limits, bytes: one microbatch's activations of an average rank's layers, without recompute."""
@@ -131,6 +135,43 @@ class ModelMemory:
             vocabulary=self.vocabulary if vocabulary is None else vocabulary,
             recomputed_layers=0 if recomputed else self.recomputed_layers,
         )
+
+    def on_stages(
+        self, ranks: int, counts: Sequence[int], recomputed: Sequence[float], offloaded: Sequence[float]
+    ) -> dict[str, Any]:
+        """Returns the fields of :class:`.StageCosts` about memory.
+
+        Args:
+            ranks: number of pipeline ranks.
+            counts: number of decoder layers of each stage.
+            recomputed, offloaded: part of each stage's layers that is recomputed by R, or offloaded.
+        """
+        saved = (
+            [round(share * count) for share, count in zip(shares, counts, strict=True)]
+            for shares in (recomputed, offloaded)
+        )
+        unit, stages = self.of_rank(ranks), self.by_stage(counts, *saved)
+        forward, weights, recompute, offload, standing = (
+            tuple(size / unit for size in sizes) for sizes in zip(*stages, strict=True)
+        )
+        passing = self.passing(counts) if self.most_passing else ()
+        return {
+            "activation": tuple(map(sum, zip(forward, recompute, offload, strict=True))),
+            "held": {
+                Share.FORWARD: forward,
+                Share.WEIGHTS: weights,
+                Share.RECOMPUTED: recompute,
+                Share.OFFLOADED: offload,
+            },
+            "standing": standing if any(standing) else (),
+            "of_device": self.of_device,
+            "passing": {
+                Kind.B: tuple(each.whole / unit for each in passing),
+                Kind.I: tuple(each.input_grad / unit for each in passing),
+            }
+            if passing
+            else {},
+        }
 
     def by_stage(
         self, counts: Sequence[int], recomputed: Sequence[int] | None = None, offloaded: Sequence[int] | None = None

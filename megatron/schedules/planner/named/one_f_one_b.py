@@ -25,7 +25,7 @@ def one_f_one_b(request: Request) -> Schedule:
     Peak memory is min(n, d). With vocabulary parallelism each rank runs one more forward ahead, while the ranks compute
     their part of the output layer.
     """
-    shared = request.costs.shared_vocabulary
+    shared = request.costs.model.shared_vocabulary
     order = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank + shared)
     return share_output(order, request.costs_on(order.placement), more=0.0) if shared else order
 
