@@ -190,6 +190,27 @@ def test_memory_is_that_of_the_files_parallel_sizes_and_micro_batch(capsys, tmp_
     assert data["activations_bytes"] == plain["activations_bytes"]
 
 
+def test_microbatches_that_do_not_divide_the_files_batch_are_refused(capsys, tmp_path: Path):
+    """Data parallelism follows from them, and with it the optimizer's memory."""
+    file = tmp_path / "model.sh"
+    file.write_text(f"{FLAGS.strip()} --global-batch-size 36 --micro-batch-size 2\n")
+    said = f"--microbatches 8 does not divide the batch of --model {file}, --global-batch-size 36 with "
+    assert_refused(["compare", *SIZE, "--model", str(file)], said, capsys)
+    assert main(["compare", *SIZE[:2], "--microbatches", "9", "--model", str(file), "--schedule", "1f1b"]) == 0
+
+
+def test_under_megatrons_own_recompute_memory_is_told_in_bytes_and_the_same_everywhere(capsys, tmp_path: Path):
+    """The job's own 1F1B then holds far less than a microbatch for each rank, so parts of that would mislead."""
+    file = tmp_path / "model.sh"
+    file.write_text(f"{FLAGS.strip()} --bf16 --recompute-granularity full --recompute-method uniform\n")
+    asked = ["--model", str(file), "--schedule", "1f1b"]
+    for command in ("compare", "plan"):
+        assert main([command, *SIZE, *asked]) == 0
+        assert "of 1F1B's" not in capsys.readouterr().out
+    bare, within = (compared(capsys, *asked, *more)[0] for more in ((), ("--device-memory", "80GiB")))
+    assert bare["peak_memory_bytes"] == pytest.approx(within["activations_bytes"])
+
+
 def test_a_table_says_what_its_bytes_are_of(capsys):
     model = ["--model", "Llama-3-8B", "--schedule", "v-half"]
     assert main(["compare", *SIZE, *model, "--device-memory", "80 GiB"]) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.schedules.planner.registry import heeding
+
 TRAINING, COMMAND_LINE = "--pipeline-", "--"
 SEARCH_VARIABLE = "MEGATRON_SCHEDULES_SEARCH_SECONDS"
 STALL_VARIABLE = "MEGATRON_SCHEDULES_STALL_SECONDS"
@@ -21,7 +23,7 @@ SHARED = {
     ),
     "memory-limit": (
         "X|GIB|auto",
-        "For auto and adaptive: the most activation memory that a rank may hold. A fraction of 1F1B's, such as 0.5 or "
+        f"For {' and '.join(heeding('memory_limit'))}: the most activation memory that a rank may hold. A fraction of 1F1B's, such as 0.5 or "
         "50%, or a size such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your "
         "GPUs have left.",
     ),
@@ -39,7 +41,7 @@ SHARED = {
     ),
     "save-memory": (
         "none|recompute|offload[=GB/S]|both[=GB/S]",
-        "For auto and adaptive: the plan may recompute layers in passes R, offload activations to host memory in "
+        f"For {' and '.join(heeding('recompute'))}: the plan may recompute layers in passes R, offload activations to host memory in "
         "passes O and L, or both, where that shortens the iteration within the memory limit. GB/S is what a rank "
         "copies one way while the other way is busy; without it the cost file says how long a copy takes.",
     ),

@@ -12,7 +12,6 @@ from megatron.schedules.job.job_costs import rank_bytes, unknown_bytes
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit, placements
-from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.planner.request import Request, of_1f1b
 from megatron.schedules.utils.errors import ShortMemoryError
 
@@ -56,8 +55,8 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
 def too_small(spec: JobSpec, limit: MemoryLimit, least: float) -> ShortMemoryError:
     """Error for a memory limit where ``least`` bytes of activations and messages are the smallest that works."""
     flag = spec.flags["memory_limit"]
-    if spec.settings.memory_limit is None:
-        flag = f"{spec.flags['schedule']} {AUTO}: the memory that devices have left,"
+    if spec.settings.memory_limit is None or spec.settings.memory_limit.is_measured:
+        flag = f"{spec.flags['schedule']} {spec.settings.schedule.name}: the memory that devices have left,"
     return ShortMemoryError(
         f"{flag} {limit.text} is too small for this model on {spec.sizes.pipeline} ranks: "
         f"{_rounded_up(least / 2**30):g}GiB is the smallest that works"

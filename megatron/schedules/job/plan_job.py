@@ -65,7 +65,8 @@ class JobPlan:
     @property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each stage."""
-        return self.request.decisions.layers or layers_by_stage(self.spec.layers, self.schedule.placement.stages)
+        placement = self.schedule.placement
+        return self.request.layers_on(placement) or layers_by_stage(self.spec.layers, placement.stages)
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -300,7 +301,7 @@ def _fits(job: JobPlan, machine: Machine) -> bool:
     limit, ranks = job.spec.settings.memory_limit, job.memory
     if not ranks:
         return False
-    if limit is None:
+    if limit is None or limit.is_measured:
         return machine.device is not None and job.fits(machine.device)
     return limit.size is not None and _held(job) <= limit.size
 
@@ -311,9 +312,14 @@ def _held(job: JobPlan) -> float:
 
 
 def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
-    """Returns the planning request. A device limits ``auto`` if the user gives no limit."""
-    limited = spec.settings.schedule.name == AUTO and spec.settings.memory_limit is None
-    return request_of(spec, machine.device if limited else None)
+    """Returns the planning request. A device limits ``auto`` if the user gives no limit, and a dry run that assumes it.
+
+    In training a limit to measure begins low, since the job asks the devices themselves.
+    """
+    limit = spec.settings.memory_limit
+    by_itself = spec.settings.schedule.name == AUTO and limit is None
+    assumed = spec.settings.dry_run is not None and limit is not None and limit.is_measured
+    return request_of(spec, machine.device if by_itself or assumed else None)
 
 
 def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:

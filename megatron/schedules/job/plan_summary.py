@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
-from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.printable import amount, counted
 
@@ -16,11 +15,12 @@ def summary(job: JobPlan) -> str:
     timeline, d, n = plan.timeline, schedule.ranks, schedule.microbatches
     name, peak = schedule.name, plan.peak_bytes
     if request.schedule == "adaptive":
-        name = f"adaptive: {name}, within {_limit(request)}"
+        name = f"adaptive{'' if name == 'adaptive' else f': {name}'}, within {_limit(job)}"
+    share = f"{100 * timeline.peak / d:.1f} % of 1F1B's"
+    held = share if peak is None else f"{amount(peak)}, {share}" if not timeline.costs.passing else amount(peak)
     lines = [
         f"{name}, {d} ranks, {counted(n, 'microbatch')}, planned bubble {100 * timeline.bubble:.1f} %, "
-        f"planned peak activation memory {100 * timeline.peak / d:.1f} % of 1F1B"
-        f"{'' if peak is None else f', {amount(peak)}'}, and {counted(max(job.messages), 'message')} at most",
+        f"planned peak activation memory {held}, and {counted(max(job.messages), 'message')} at most",
         f"planned for {job.assumed}",
         *([job.left_out] if job.left_out else []),
         *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
@@ -54,8 +54,10 @@ def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:
     return lines
 
 
-def _limit(request: Request) -> str:
-    """The memory limit as a fraction where that says something, and in bytes where they are known."""
-    size, limit = request.limit_bytes, request.memory_limit or 0.0
-    parts = [f"{limit:.3g} of 1F1B's memory"] if size is None or limit <= 1 else []
-    return ", ".join(parts if size is None else [*parts, amount(size)])
+def _limit(job: JobPlan) -> str:
+    """The memory limit in bytes where they are known, and as a fraction where 1F1B holds a microbatch a rank."""
+    size, limit = job.request.limit_bytes, job.request.memory_limit or 0.0
+    fraction = f"{limit:.3g} of 1F1B's memory"
+    if size is None:
+        return fraction
+    return f"{amount(size)}, {fraction}" if limit <= 1 and not job.plan.costs.passing else amount(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,7 +70,7 @@ def job_plans(
     precision = ""
     if model is not None:
         args = find_model(model).trained(pipeline_model_parallel_size=d)
-        known, precision = _of_model(args, n), "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        known, precision = _of_model(args, n, model, flags), "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     job = replace(job, microbatches=n, **known)
     specs = [
         replace(job, settings=replace(settings, schedule=choice), csv=text)
@@ -78,12 +79,26 @@ def job_plans(
     return JobPlans(specs, precision)
 
 
-def _of_model(args: Any, microbatches: int) -> dict[str, Any]:
-    """Fields of a :class:`.JobSpec` that Megatron's parsed ``args`` give. Data parallelism follows from the batch."""
-    sizes, micro, batch = sizes_of(args), args.micro_batch_size, args.global_batch_size or 0
+def _of_model(args: Any, microbatches: int, model: str, flags: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a :class:`.JobSpec` that Megatron's parsed ``args`` give. Data parallelism follows from the batch.
+
+    Raises:
+        PlanError: the microbatches do not divide the batch.
+    """
+    sizes, micro = sizes_of(args), args.micro_batch_size
+    batch = args.global_batch_size or micro * microbatches
     data, rest = divmod(batch, micro * microbatches)
+    if rest or not data:
+        whole = batch // micro
+        divisors = {n for low in range(1, math.isqrt(whole) + 1) if whole % low == 0 for n in (low, whole // low)}
+        near = min(divisors, key=lambda n: abs(n - microbatches), default=1)
+        raise PlanError(
+            f"{flags['microbatches']} {microbatches} does not divide the batch of {flags['model']} {model.split()[0]}, "
+            f"--global-batch-size {batch} with --micro-batch-size {micro}, over data-parallel ranks: give "
+            f"{flags['microbatches']} {near}, or another batch behind the file's name"
+        )
     return {
-        "sizes": replace(sizes, world=sizes.of_replica * (data if data and not rest else 1)),
+        "sizes": replace(sizes, world=sizes.of_replica * data),
         "batch": Batch(micro),
         "layers": StockLayers(stand_in=stand_in(args)),
         "recompute": stock_recompute(args),

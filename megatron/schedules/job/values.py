@@ -16,7 +16,7 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import AUTO, own_chunks
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive, size
+from megatron.schedules.utils.parsing import as_size, decimal, integer, not_negative, number, positive, size
 from megatron.schedules.utils.printable import counted
 
 # Largest fraction of 1F1B's memory. No schedule needs more than about 2, so a larger number is a percentage or a size.
@@ -146,21 +146,22 @@ def schedule_choice(flag: str, text: str) -> ScheduleChoice:
 
 
 def memory_limit(flag: str, text: str | None) -> MemoryLimit | None:
-    """Reads a fraction, a percentage, a size in GiB, or ``auto``."""
+    """Reads a fraction, a percentage, a size such as 20GiB, or ``auto``."""
     if text is None:
         return None
     if text.lower() == "auto":
         return MemoryLimit(text)
-    in_gib, in_percent = text.lower().endswith("gib"), text.endswith("%")
-    value = decimal(text[:-3]) * 2.0**30 if in_gib else decimal(text[:-1]) / 100 if in_percent else decimal(text)
+    bytes_ = as_size(text)
+    fraction = decimal(text[:-1]) / 100 if text.endswith("%") else decimal(text)
+    value = fraction if bytes_ is None else bytes_
     if not 0 < value < math.inf:
         raise PlanError(f"{flag} {text!r} is neither a fraction such as 0.5 nor such as 20GiB, nor auto")
-    if not in_gib and value > _MOST_OF_1F1B:
+    if bytes_ is None and value > _MOST_OF_1F1B:
         raise PlanError(
             f"{flag} {text} is {value:g} times 1F1B's activation memory, and no schedule needs more than some twice: "
             "give a fraction such as 0.5, a percentage such as 50% or a size such as 20GiB"
         )
-    return MemoryLimit(text, size=value) if in_gib else MemoryLimit(text, fraction=value)
+    return MemoryLimit(text, fraction=value) if bytes_ is None else MemoryLimit(text, size=value)
 
 
 def costs_choice(flag: str, text: str | None) -> CostsChoice | None:

@@ -34,8 +34,9 @@ def explanation(
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
     size = request.limit_bytes
     within = "" if limit is None else f", within the limit of {percent(limit, 1) if size is None else amount(size)}"
-    share = f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
-    used = share + within if peak_bytes is None else f"{amount(peak_bytes)}{within}; {share}"
+    # Under Megatron's own recompute 1F1B does not hold a microbatch for each rank.
+    share = "" if timeline.costs.passing else f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
+    used = share + within if peak_bytes is None else f"{amount(peak_bytes)}{within}{share and f'; {share}'}"
     counted_too = ""
     if peak_bytes is not None and timeline.limit > timeline.peak * (1 + _SAME):
         more = timeline.limit / timeline.peak * peak_bytes

@@ -245,11 +245,10 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
     for part in sorted(not_always & set(given)):
         if any(heeds(name, part) for name in names):
             continue
-        heeding = [name for name in CHOICES if heeds(name, part)]
         instead = f", not {', '.join(names)}: leave one of them out" if names else ", which is missing"
         if len(names) > 2:
             instead = ", which is not among those asked for: leave the flag out"
-        raise PlanError(f"{flags[part]} goes with {flags['schedule']} {' or '.join(heeding)}{instead}")
+        raise PlanError(f"{flags[part]} goes with {flags['schedule']} {' or '.join(heeding(part))}{instead}")
 
 
 def own_chunks(name: str) -> int | None:
@@ -260,6 +259,11 @@ def own_chunks(name: str) -> int | None:
 def heeds(name: str, part: str) -> bool:
     """Returns True if schedule ``name`` uses this optional part of a request."""
     return part in _entry(name).heeds
+
+
+def heeding(part: str) -> list[str]:
+    """Names of the schedules that use this optional part of a request."""
+    return [name for name in CHOICES if heeds(name, part)]
 
 
 def with_parts(given: Collection[str]) -> tuple[str, ...]:

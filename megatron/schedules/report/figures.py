@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import amount, printable_name
+from megatron.schedules.schedule.simulator import Timeline, whole_peaks
+from megatron.schedules.utils.printable import amount, percent, printable_name
 
 _EPSILON = 1e-9
 
@@ -32,6 +32,7 @@ class Figures:
         hidden, exposed: shares of the iteration time in which weight gradients run while messages of an average rank's
             experts travel, and in which the rank waits for these messages.
         microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
+        is_plain: false under Megatron's own recompute, where 1F1B holds less than d microbatches.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Figures:
     hidden: float = 0.0
     exposed: float = 0.0
     microbatch_bytes: float = 0.0
+    is_plain: bool = True
+
+    @property
+    def of_1f1b(self) -> str:
+        """The share in words; empty where the job's own 1F1B does not hold d microbatches."""
+        return f"{percent(self.share, 1)} of 1F1B's" if self.is_plain else ""
 
     @property
     def peak(self) -> float:
@@ -80,7 +87,7 @@ class Figures:
 
 def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
     """Computes the figures of ``timeline``."""
-    schedule = timeline.schedule
+    schedule, peaks = timeline.schedule, whole_peaks(timeline.schedule, timeline.costs)
     return Figures(
         name=schedule.name,
         ranks=schedule.ranks,
@@ -89,20 +96,21 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
         makespan=timeline.makespan,
         bubble=timeline.bubble,
         span_bubble=timeline.span_bubble,
-        peaks=timeline.peaks,
-        share=timeline.peak / timeline.schedule.ranks,
+        peaks=peaks,
+        share=max(peaks) / schedule.ranks,
         useful=timeline.useful,
         recomputed=timeline.recomputed,
         copying=timeline.copying,
         hidden=timeline.messages[0],
         exposed=timeline.messages[1],
         microbatch_bytes=microbatch_bytes,
+        is_plain=not timeline.costs.passing,
     )
 
 
 def above_itself(plans: Iterable[Figures]) -> str:
     """Explains why 1F1B uses more than 100 % of 1F1B's memory, if one of ``found`` does."""
-    if not any(plan.name == "1f1b" and plan.share > 1 + _EPSILON for plan in plans):
+    if not any(plan.is_plain and plan.name == "1f1b" and plan.share > 1 + _EPSILON for plan in plans):
         return ""
     return (
         "100 % of 1F1B's memory is what d microbatches hold in the layers of an average rank, d being the pipeline "

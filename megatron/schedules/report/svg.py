@@ -148,7 +148,7 @@ class _Sheet:
     def section(self, timeline: Timeline, result: Figures, label: str) -> None:
         """Draws the heading, a row for each rank, and the memory of the worst rank."""
         shares = [amount(result.peak_bytes)] * (result.peak_bytes > 0)
-        shares += [f"{percent(result.share, 1)} of 1F1B's"] * (result.name != "1f1b")
+        shares += [result.of_1f1b] * (result.is_plain and result.name != "1f1b")
         held = microbatches(result.peak) + (f" ({', '.join(shares)})" if shares else "")
         name, savings = f"{title(result.name)} {label}".rstrip(), _savings(result)
         heading = (
@@ -279,7 +279,8 @@ class _Sheet:
         heading = " and ".join(dict.fromkeys(title(plan.name) for plan in self.results))
         described = "; ".join(
             f"{title(plan.name)} on {counted(plan.ranks, 'rank')} with {counted(plan.microbatches, 'microbatch')}: "
-            f"bubble {percent(plan.bubble, 1)}, activation memory {percent(plan.share, 1)} of 1F1B"
+            f"bubble {percent(plan.bubble, 1)}, activation memory "
+            + (plan.of_1f1b.removesuffix("'s") or amount(plan.peak_bytes))
             + "".join(f", {name} {percent(share, 1)}" for name, share in plan.savings)
             for plan in self.results
         )

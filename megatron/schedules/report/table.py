@@ -147,7 +147,8 @@ def _columns(rows: Sequence[Row]) -> Iterator[_Column]:
     yield ("peak memory", "microbatches"), lambda row, plan: number(plan.peak)
     if not parts and any(plan.peak_bytes for plan in plans):
         yield ("peak memory", "GiB"), lambda row, plan: gib(plan.peak_bytes)
-    yield ("of 1F1B's", "memory"), lambda row, plan: percent(plan.share, 1)
+    if all(plan.is_plain for plan in plans):
+        yield ("of 1F1B's", "memory"), lambda row, plan: percent(plan.share, 1)
     yield ("chunks", "a rank"), lambda row, plan: str(plan.chunks)
     if any(row.layers for row in rows):
         yield ("layers", "a stage"), lambda row, plan: row.layers

@@ -240,8 +240,8 @@ def _summary(result: Figures) -> str:
     return (
         f"bubble       {percent(result.bubble)} (iteration time {number(result.makespan)})\n"
         f"span bubble  {percent(result.span_bubble)}, on the worst rank from its own first start\n"
-        f"peak memory  {microbatches(result.peak, result.microbatch_bytes)} of activations on rank {result.worst}, "
-        f"{percent(result.share, 1)} of 1F1B's {result.ranks}\n"
+        f"peak memory  {microbatches(result.peak, result.microbatch_bytes)} of activations on rank {result.worst}"
+        f"{f', {result.of_1f1b} {result.ranks}' if result.is_plain else ''}\n"
         f"{_savings(result)}" + (f"{fill(why, _PAGE)}\n" if why else "")
     )
 

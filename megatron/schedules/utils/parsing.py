@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron.schedules.utils.errors import PlanError
 
-_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
+# Units of memory. A letter alone counts as in most tools, such as --mem of SLURM.
+_UNITS = {"gib": 2.0**30, "mib": 2.0**20, "tib": 2.0**40, "gb": 1e9, "mb": 1e6, "tb": 1e12, "g": 2.0**30, "m": 2.0**20}
 _MOST_MIB = 32  # a CSV file of a million passes has some 10 MiB
 # Digits of a number. A longer one is replaced by a number that is too large anyway.
 _MOST_DIGITS = 100
@@ -100,12 +101,24 @@ def not_negative(flag: str, text: str | None, what: str, wrong: str = "below zer
 
 def size(flag: str, text: str) -> float:
     """Parses the size given for ``flag``; returns bytes."""
-    unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
+    digits, unit = _with_unit(text)
     if unit is None:
         raise PlanError(f"{flag} {text!r} has no unit: write it such as 80GiB")
-    value = positive(flag, text[: -len(unit)].strip(), "a size such as 80GiB")
+    value = positive(flag, digits, "a size such as 80GiB")
     assert value is not None
-    return value * _UNITS[unit]
+    return value * unit
+
+
+def as_size(text: str) -> float | None:
+    """Parses a size such as 80GiB, 80GB or 80G; returns bytes, NaN for a wrong number, and None without a unit."""
+    digits, unit = _with_unit(text)
+    return None if unit is None else decimal(digits) * unit
+
+
+def _with_unit(text: str) -> tuple[str, float | None]:
+    """Splits a size into its number and the bytes of its unit; None without a unit."""
+    unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
+    return (text, None) if unit is None else (text[: -len(unit)].strip(), _UNITS[unit])
 
 
 def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:

@@ -34,7 +34,8 @@ def counted(count: int, noun: str) -> str:
 
 def percent(share: float, digits: int = 2) -> str:
     """Returns a share as a percentage: ``9.43 %`` for ``0.0943``."""
-    return f"{100 * share:.{digits}f} %"
+    rounded = round(100 * share, digits) or 0.0  # no -0.00
+    return f"{rounded:.{digits}f} %"
 
 
 def amount(number: float) -> str:
