@@ -23,7 +23,8 @@ SHARED = {
     ),
     "memory-limit": (
         "X|GIB|auto",
-        f"For {' and '.join(heeding('memory_limit'))}: the most activation memory that a rank may hold. A fraction of 1F1B's, such as 0.5 or "
+        f"For {' and '.join(heeding('memory_limit'))}: the most activation memory that a rank may hold. A fraction of "
+        "1F1B's, such as 0.5 or "
         "50%, or a size such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your "
         "GPUs have left.",
     ),
@@ -41,7 +42,8 @@ SHARED = {
     ),
     "save-memory": (
         "none|recompute|offload[=GB/S]|both[=GB/S]",
-        f"For {' and '.join(heeding('recompute'))}: the plan may recompute layers in passes R, offload activations to host memory in "
+        f"For {' and '.join(heeding('recompute'))}: the plan may recompute layers in passes R, offload activations to "
+        "host memory in "
         "passes O and L, or both, where that shortens the iteration within the memory limit. GB/S is what a rank "
         "copies one way while the other way is busy; without it the cost file says how long a copy takes.",
     ),
