@@ -71,7 +71,7 @@ def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrateg
 def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
     """Costs of any proportion, with and without link latency, messages of experts and stages that take or hold more."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
-    by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages)
+    by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
     latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))
     forward, input_grad, waiting = draw(length), draw(length), st.sampled_from((0.0, 0.0, 0.25, 1.0))
     again = draw(recomputing())
