@@ -25,7 +25,7 @@ PLACES = {
     "schedule/kinds.py, Kind": r'\n    B = "B"\n',
     "schedule/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
     "schedule/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\),\n",
-    "schedule/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
+    "schedule/cost_parts.py, times": r"\n        return \{\n(?=            Kind\.F: tuple)",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
     "runtime/stage_interface.py, Stages": r"\n\Z",

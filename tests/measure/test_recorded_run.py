@@ -24,10 +24,8 @@ def made(measured: Costs) -> Recorded:
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path):
-    recorded, path = (
-        made(Costs(LayerTimes(1.5, 1.25, 0.75), link=Link(0.5, ((0, 1, 0.75), (2, 1, 0.25))))),
-        tmp_path / "run.json",
-    )
+    link, path = Link(0.5, ((0, 1, 0.75), (2, 1, 0.25))), tmp_path / "run.json"
+    recorded = made(Costs(LayerTimes(1.5, 1.25, 0.75), link=link))
     path.write_text(to_text(recorded))
     assert read_recorded(path) == recorded
 

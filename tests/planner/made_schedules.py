@@ -71,21 +71,24 @@ def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrateg
 def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
     """Costs of any proportion, with and without link latency, messages of experts and stages that take or hold more."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
-    by_stage = st.lists(length, min_size=placement.stages, max_size=placement.stages)
+    by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
     latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))
     forward, input_grad, waiting = draw(length), draw(length), st.sampled_from((0.0, 0.0, 0.25, 1.0))
-    messages = draw(waiting) * forward, draw(waiting) * input_grad
     again = draw(recomputing())
+    messages = draw(waiting) * forward, draw(waiting) * input_grad
     layers = LayerTimes(forward, input_grad, draw(length), messages, stock_recompute=again.layers.stock_recompute)
     costs = replace(again, layers=layers, link=Link(draw(latency)))
-    return uneven(costs, draw(by_stage), draw(by_stage)) if draw(st.booleans()) else costs
+    times, held = draw(by_stage), draw(by_stage)
+    return uneven(costs, times or [1.0] * placement.stages, held) if times or held else costs
 
 
 @st.composite
 def recomputing(draw: st.DrawFn) -> Costs:
     """Unit costs that recompute nothing, all, or a part, and keep for W what they may, or more than F left."""
     share, left_to_w = st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.0, 0.25, 1.0, 1.75))
-    again = Costs(LayerTimes(stock_recompute=draw(share)), memory=MemoryShares(draw(left_to_w), kept=draw(share)))
+    again = Costs(
+        LayerTimes(stock_recompute=draw(share)), memory=MemoryShares(kept=draw(share), weight_share=draw(left_to_w))
+    )
     return draw(st.sampled_from((Costs(), again)))
 
 

@@ -56,11 +56,11 @@ def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass
 
 def _hide(row: tuple[Pass, ...], length: dict[Pass, float], costs: Costs) -> None:
     """Takes from each W what runs behind messages of experts: of those that come next and are due, in order."""
-    again = costs.layers.stock_recompute
+    forward, input_grad, _ = costs.layers.passes
+    again, (in_forward, in_input_grad) = costs.layers.stock_recompute, costs.layers.messages
     shares = {
-        Kind.F: costs.layers.messages[0] / costs.layers.forward,
-        Kind.I: (costs.layers.messages[1] + again * costs.layers.messages[0])
-        / (costs.layers.input_grad + again * costs.layers.forward),
+        Kind.F: in_forward / forward,
+        Kind.I: (in_input_grad + again * in_forward) / (input_grad + again * forward),
     }
     ends = {work.stage: work for work in row if work.kind in (Kind.W, Kind.B)}
     for place, work in enumerate(row):
@@ -75,14 +75,14 @@ def _hide(row: tuple[Pass, ...], length: dict[Pass, float], costs: Costs) -> Non
 
 
 def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:
-    again = costs.layers.stock_recompute * costs.layers.forward
+    forward, input_grad, weight_grad = costs.layers.passes
+    again, model = costs.layers.stock_recompute * forward, costs.model
     half = {
-        Kind.F: costs.layers.forward,
-        Kind.I: again + costs.layers.input_grad,
-        Kind.W: costs.layers.weight_grad,
-        Kind.B: again + costs.layers.input_grad + costs.layers.weight_grad,
+        Kind.F: forward,
+        Kind.I: again + input_grad,
+        Kind.W: weight_grad,
+        Kind.B: again + input_grad + weight_grad,
     }[work.kind]
-    model = costs.model
     weight = 1.0 if model.divisible else model.layers[work.stage].split.forward / model.mean.forward
     return half * 2 / _stages_a_rank(schedule) * weight
 
@@ -93,11 +93,10 @@ def _stages_a_rank(schedule: Schedule) -> int:
 
 def held_at(time: float, rank: int, schedule: Schedule, costs: Costs, spans: Spans) -> float:
     """Microbatches' worth of activations ``rank`` holds just after ``time``, counted one by one."""
-    held = 0.0
+    held, model = 0.0, costs.model
     for work in schedule.order[rank]:
         if work.kind is not Kind.F:
             continue
-        model = costs.model
         share = 1.0 if model.divisible else model.layers[work.stage].split.held / model.mean.held
         one = share / _stages_a_rank(schedule)
         ends = {kind: spans[found][1] for kind in Kind if (found := Pass(work.stage, kind, work.microbatch)) in spans}

@@ -61,12 +61,13 @@ def requests(draw: st.DrawFn) -> Request:
     n = draw(st.integers(1, 3 * d if d < 5 else d + 3))
     length = st.integers(4, 12).map(lambda quarters: quarters / 4)
     slices = st.lists(st.integers(0, 6).map(lambda halves: halves / 2), min_size=4 * d, max_size=4 * d).filter(any)
-    by_slice = st.just((1.0,) * 4 * d) | slices
+    by_slice = st.none() | slices
     latency = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
     times = draw(length), draw(length), draw(length)
     again = draw(recomputing())
     equal = replace(again, layers=LayerTimes(*times, stock_recompute=again.layers.stock_recompute), link=Link(latency))
-    costs = uneven(equal, draw(by_slice), draw(by_slice)) if draw(st.booleans()) else equal
+    taken, held = draw(by_slice), draw(by_slice)
+    costs = uneven(equal, taken or [1.0] * 4 * d, held) if taken or held else equal
     least = least_limit(asked(d, n, None, costs))
     return asked(d, n, max(least, 0.01) + draw(st.integers(0, 5 * d)) / (4 * d), costs)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, MemoryShares
+from megatron.schedules.schedule.cost_parts import HostCopies, MemoryShares
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
@@ -69,10 +71,8 @@ def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, cop
     """The plan on the V where these stages are recomputed or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
     again, moved = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
-    costs, decisions = (
-        Costs(LayerTimes(*SAVING), copies=HostCopies(copy), memory=MemoryShares(layer_input=0.0)),
-        Decisions(recomputed=again, offloaded=moved),
-    )
+    costs = replace(Costs.of(*SAVING), copies=HostCopies(copy), memory=MemoryShares(layer_input=0.0))
+    decisions = Decisions(recomputed=again, offloaded=moved)
     request = Request(
         "adaptive",
         d,

@@ -25,9 +25,8 @@ LATENCIES = st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), min_
 
 def with_latency(costs: Costs, ranks: int, times: list[float]) -> Costs:
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    return replace(
-        costs, link=Link(costs.link.latency, tuple((*pair, time) for pair, time in zip(pairs, times, strict=False)))
-    )
+    latencies = tuple((*pair, time) for pair, time in zip(pairs, times, strict=False))
+    return replace(costs, link=replace(costs.link, pairs=latencies))
 
 
 @examples(60)

@@ -51,9 +51,7 @@ def test_the_ends_come_on_top_and_leave_nothing_to_w():
 
 def test_what_is_no_layer_recomputes_nothing():
     plain, again = (
-        Costs(LayerTimes(1, 1, 1, stock_recompute=share), model(8), memory=MemoryShares(kept=1 - share / 2)).on(
-            v_shape(2)
-        )
+        Costs(LayerTimes(stock_recompute=share), model(8), memory=MemoryShares(kept=1 - share / 2)).on(v_shape(2))
         for share in (0, 1)
     )
     more = [b - a for a, b in zip(plain.durations[Kind.I], again.durations[Kind.I], strict=True)]

@@ -66,6 +66,8 @@ def test_measured_bytes_take_the_place_of_estimates():
     assert measured.layers[0] == LayerMemory(50.0, 50.0, 25.0, 7.0)
     assert (measured.input, measured.first.kept, measured.last.kept) == (3.0, 1.0, 2.0)
     assert measured.first.parameters == MODEL.first.parameters
+    of_device = replace(MODEL, of_device=True).measured([50.0] * 8, 0.5, 3.0, (1.0, 2.0), recomputed=False).of_device
+    assert of_device, "a limit stays what parameters leave of a device"
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -49,9 +49,8 @@ def test_makespan_and_bubbles_are_as_defined(made: tuple[Schedule, Costs]):
     own_spans = [max(spans[p][1] for p in row) - min(spans[p][0] for p in row) for row in schedule.order]
     assert timeline.span_bubble == pytest.approx(max(1 - w / s for w, s in zip(work, own_spans, strict=True)))
     if costs.model.divisible and not any(costs.layers.messages):
-        ideal = (
-            schedule.microbatches * 2 * (sum(costs.layers.passes) + costs.layers.stock_recompute * costs.layers.forward)
-        )
+        forward, input_grad, weight_grad = costs.layers.passes
+        ideal = schedule.microbatches * 2 * ((1 + costs.layers.stock_recompute) * forward + input_grad + weight_grad)
         assert timeline.bubble == pytest.approx(1 - ideal / makespan)
 
 

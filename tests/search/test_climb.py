@@ -342,10 +342,8 @@ def test_what_is_found_for_little_memory_does_not_depend_on_how_much_there_is():
 @pytest.mark.parametrize("saving", [{}, {"recomputed": (1.0,) * 6}, {"offloaded": (0.5,) * 6}], ids=str)
 def test_a_problem_under_other_costs_is_what_it_would_be_if_made_anew(saving: dict[str, tuple[float, ...]]):
     placement, decisions = v_shape(3), Decisions(**saving)
-    costs = [
-        Costs(LayerTimes(forward, 1.1, 0.75), link=Link(0.05), copies=HostCopies(forward / 3)).on(placement, decisions)
-        for forward in (1.0, 1.7)
-    ]
+    both = (replace(Costs.of(forward, 1.1, 0.75, 0.05), copies=HostCopies(forward / 3)) for forward in (1.0, 1.7))
+    costs = [each.on(placement, decisions) for each in both]
     one, anew = (Problem(placement, 4, each) for each in costs)
     under = one.under(costs[1])
     assert under is not None

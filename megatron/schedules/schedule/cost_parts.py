@@ -130,8 +130,8 @@ class LayerTimes:
         """
         if not any(self.attention + self.messages):
             return {}, {}
-        times = self.on_stages(one, layers, [Load()] * len(layers), repeated) | {Kind.R: tuple(recompute)}
-        del times[Kind.W]
+        found = self.on_stages(one, layers, [Load()] * len(layers), repeated)
+        times = {Kind.F: found[Kind.F], Kind.I: found[Kind.I], Kind.R: recompute}
 
         def parts(shares: Callable[[float], Mapping[Kind, float]]) -> _ByKind:
             of = [shares(again) for again in repeated]

@@ -113,10 +113,13 @@ class Costs:
         parts = (model.without_output if model.shared_vocabulary else model).by_stage(counts)
         savings = decisions.savings_on(placement)
         if isinstance(self.memory, MemoryShares):
-            memory = self.memory.on_stages(model.held_by_one_of(placement.ranks), parts, *savings)
+            unit, (alike, together) = model.held_by_one_of(placement.ranks), model.kept_for_output
+            memory = self.memory.on_stages(unit, parts, *savings)
         else:
-            memory = self.memory.on_stages(placement.ranks, counts, *savings)
-        memory["held"][Share.VOCABULARY] = self._vocabulary_held(placement, model)
+            unit, (alike, together) = self.memory.of_rank(placement.ranks), self.memory.vocabulary
+            memory = self.memory.on_stages(unit, counts, *savings)
+        output = (alike + together / placement.ranks) / unit if model.shared_vocabulary else 0.0
+        memory["held"][Share.VOCABULARY] = _on_last_of_ranks(output, placement)
         one, repeated = 2 * placement.ranks / len(model.layers), self.layers.repeated(counts)
         layers, ends = ([model.in_layers(load) for load in loads] for loads in zip(*parts, strict=True))
         times = self.layers.on_stages(one, layers, ends, repeated)
@@ -163,16 +166,6 @@ class Costs:
             Kind.T: one * weight_grad * whole.weight_grad,
         }
         return {kind: _on_last_of_ranks(time, placement) for kind, time in times.items()}
-
-    def _vocabulary_held(self, placement: Placement, model: ModelLoads) -> tuple[float, ...]:
-        """Memory of a rank's part of the output layer from S to T."""
-        if not model.shared_vocabulary:
-            return (0.0,) * placement.stages
-        if isinstance(self.memory, MemoryShares):
-            (alike, together), unit = model.kept_for_output, model.held_by_one_of(placement.ranks)
-        else:
-            (alike, together), unit = self.memory.vocabulary, self.memory.of_rank(placement.ranks)
-        return _on_last_of_ranks((alike + together / placement.ranks) / unit, placement)
 
 
 def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.schedule.kinds import Kind, Share
 
+# Shares of a stage's activations, as in StageMemory.
+_HELD = (Share.FORWARD, Share.WEIGHTS, Share.RECOMPUTED, Share.OFFLOADED)
+
 
 class LayerMemory(NamedTuple):
     """Memory of one decoder layer for one microbatch, bytes.
@@ -137,12 +140,12 @@ class ModelMemory:
         )
 
     def on_stages(
-        self, ranks: int, counts: Sequence[int], recomputed: Sequence[float], offloaded: Sequence[float]
+        self, unit: float, counts: Sequence[int], recomputed: Sequence[float], offloaded: Sequence[float]
     ) -> dict[str, Any]:
         """Returns the fields of :class:`.StageCosts` about memory.
 
         Args:
-            ranks: number of pipeline ranks.
+            unit: memory of one microbatch on an average rank (:meth:`of_rank`), bytes.
             counts: number of decoder layers of each stage.
             recomputed, offloaded: part of each stage's layers that is recomputed by R, or offloaded.
         """
@@ -150,19 +153,12 @@ class ModelMemory:
             [round(share * count) for share, count in zip(shares, counts, strict=True)]
             for shares in (recomputed, offloaded)
         )
-        unit, stages = self.of_rank(ranks), self.by_stage(counts, *saved)
-        forward, weights, recompute, offload, standing = (
-            tuple(size / unit for size in sizes) for sizes in zip(*stages, strict=True)
-        )
+        columns = zip(*self.by_stage(counts, *saved), strict=True)
+        forward, weights, recompute, offload, standing = (tuple(size / unit for size in sizes) for sizes in columns)
         passing = self.passing(counts) if self.most_passing else ()
         return {
             "activation": tuple(map(sum, zip(forward, recompute, offload, strict=True))),
-            "held": {
-                Share.FORWARD: forward,
-                Share.WEIGHTS: weights,
-                Share.RECOMPUTED: recompute,
-                Share.OFFLOADED: offload,
-            },
+            "held": dict(zip(_HELD, (forward, weights, recompute, offload), strict=True)),
             "standing": standing if any(standing) else (),
             "of_device": self.of_device,
             "passing": {
