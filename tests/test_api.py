@@ -81,8 +81,10 @@ def test_searched_plans_heed_every_argument() -> None:
 def test_a_file_of_ones_own_is_planned(tmp_path: Path) -> None:
     text = "0F0,0B0\n1F0,1B0\n"
     (tmp_path / "own.csv").write_text(text)
-    plan = ms.plan(tmp_path / "own.csv", pipeline_size=2, microbatches=1)
+    plan = ms.plan(tmp_path / "own.csv")  # which says its sizes itself
     assert to_csv(from_csv(text)) == plan.to_csv()
+    assert plan.schedule.name == "own.csv"
+    assert plan == ms.plan(tmp_path / "own.csv", pipeline_size=2, microbatches=1)
 
 
 def test_a_notebook_shows_a_drawing_that_is_not_too_large() -> None:
@@ -135,8 +137,8 @@ def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any]
 def test_an_argument_that_does_not_exist_is_an_error_of_type() -> None:
     with pytest.raises(TypeError, match="there is no argument 'memory'"):
         ms.plan("v-half", **SIZE, memory=1)  # type: ignore[call-arg]
-    with pytest.raises(ms.PlanError, match="microbatches: must be a whole number above zero, not None"):
-        ms.compare(pipeline_size=4)  # type: ignore[call-arg]
+    with pytest.raises(ms.PlanError, match="microbatches is missing: give the number of microbatches in an iteration"):
+        ms.compare(pipeline_size=4)
 
 
 def test_flags_go_before_arguments_of_install_and_arguments_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
@@ -28,6 +26,7 @@ from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES
 from megatron.schedules.measure.cost_file import read_profile
+from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.report.table import aligned, markdown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
@@ -68,7 +67,7 @@ class Answer(NamedTuple):
 def search_all(
     questions: Sequence[Question], names: Sequence[str], top: int, jobs: int, *, shared: bool = False
 ) -> list[Answer]:
-    """Searches every method for every question in ``jobs`` processes, with a progress bar on standard error.
+    """Searches every method for every question in ``jobs`` processes, with progress on standard error.
 
     With ``shared`` each method also with vocabulary parallelism.
     """
@@ -76,13 +75,7 @@ def search_all(
     if shared:
         methods += [method.sharing() for method in methods]
     found: dict[tuple[int, str], Found] = {}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with (
-        worker_pool(jobs) as pool,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
-        task = progress.add_task("methods", total=len(methods) * len(questions))
+    with worker_pool(jobs) as pool, shown("grid search", sys.stderr) as progress:
         futures = {
             pool.submit(search, question, method, top): (at, method.name)
             for at, question in enumerate(questions)
@@ -90,7 +83,7 @@ def search_all(
         }
         for future in as_completed(futures):
             found[futures[future]] = future.result()
-            progress.advance(task)
+            progress(1 / len(futures))
     return [Answer(question, [found[at, method.name] for method in methods]) for at, question in enumerate(questions)]
 
 
@@ -165,7 +158,8 @@ def _rows(answer: Answer) -> list[list[str]]:
     for found in answer.found:
         if not found.best:
             least = f"{found.short.memory / GIB:.1f}" if found.short else ""
-            rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
+            why = "does not fit" if found.short else "no sizes go with it"
+            rows.append([found.method.name, why, *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
         for each in found.best:
             at = each.setting
             ratio = f"{each.mfu / baseline:.3f}" if baseline else ""

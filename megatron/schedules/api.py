@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Required, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from megatron.schedules.job import values
 from megatron.schedules.job.plan_job import plan_job
@@ -65,8 +65,8 @@ class Plan(service.Plan):
 class Arguments(TypedDict, total=False):
     """Arguments of :func:`plan` and :func:`compare` by name, see there."""
 
-    pipeline_size: Required[int]
-    microbatches: Required[int]
+    pipeline_size: int
+    microbatches: int
     memory_limit: float | str | None
     costs: Costs | Sequence[float] | str | Path | None
     model: str | Path | None
@@ -83,8 +83,8 @@ def plan(schedule: str | Path, *, progress: Progress = unheard, **arguments: Unp
         schedule: a name, which chunks per rank may follow, such as ``adaptive:8``; ``auto`` for the shortest of all
             within the memory limit; or the path of a compute-only CSV.
         progress: told what share of the planning has been done since it was told last.
-        pipeline_size: pipeline ranks, 2 or more.
-        microbatches: of one iteration.
+        pipeline_size: pipeline ranks, 2 or more; a CSV says it itself.
+        microbatches: of one iteration; a CSV says it itself.
         memory_limit: for ``adaptive`` and ``auto``, the most activation memory of a rank: a fraction of 1F1B's, or a
             size such as ``20GiB``.
         costs: F, I, W and optionally P2P latency of half a rank's layers, or the path of a cost file; without it the
@@ -150,7 +150,9 @@ def _plans(schedules: Sequence[str | Path], arguments: Arguments) -> JobPlans:
     return job_plans(list(map(str, schedules)), NAMES, settings, ranks, microbatches, named, _NAMES)
 
 
-def _count(name: str, count: object) -> int:
+def _count(name: str, count: object) -> int | None:
+    if count is None:  # a CSV may say it
+        return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlanError(f"{name}: must be a whole number above zero, not {count!r}")
     return count

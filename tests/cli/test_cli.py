@@ -18,7 +18,7 @@ from megatron.schedules.measure.recorded_run import read_recorded, to_text
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.text_forms import from_csv, from_json
+from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv
 from megatron.schedules.utils.printable import percent
 from tests.measure.custom import custom_costs, written
 from tests.measure.test_recorded_run import made
@@ -138,6 +138,17 @@ def test_compare_gives_a_reason_where_there_is_no_plan(capsys):
     assert main(["compare", *SIZE, "--schedule", "interleaved-1f1b:1"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("interleaved-1f1b"))
     assert "at least 2 chunks" in line
+
+
+def test_a_csv_is_named_in_its_heading_and_in_its_errors(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(plan(Request("zb-1p", 4, 8))))
+    assert main(["plan", "--schedule", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("mine.csv: 4 pipeline ranks")
+    path.write_text(path.read_text().replace("0F0", "0F9"))
+    assert_refused(["plan", "--schedule", str(path)], "--schedule: mine.csv: 0F0 is missing", capsys)
+    path.write_text(path.read_text().replace("0F9", "0Q0"))
+    assert_refused(["plan", "--schedule", str(path)], "--schedule: mine.csv: CSV row 1, cell 1: '0Q0' is not", capsys)
 
 
 def test_compare_takes_a_csv_too(tmp_path, capsys):

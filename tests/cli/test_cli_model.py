@@ -211,6 +211,23 @@ def test_under_megatrons_own_recompute_memory_is_told_in_bytes_and_the_same_ever
     assert bare["peak_memory_bytes"] == pytest.approx(within["activations_bytes"])
 
 
+def test_variables_of_a_script_may_be_exported_and_one_that_nothing_sets_is_named(capsys, monkeypatch, tmp_path: Path):
+    file = tmp_path / "model.sh"
+    file.write_text(FLAGS.replace("--num-layers 16", "--num-layers $OUR_LAYERS"))
+    assert "$OUR_LAYERS" in file.read_text()
+    monkeypatch.delenv("OUR_LAYERS", raising=False)
+    said = "--num-layers is $OUR_LAYERS, which nothing sets: export it"
+    assert_refused(["compare", *SIZE, "--model", str(file)], said, capsys)
+    monkeypatch.setenv("OUR_LAYERS", "16")
+    assert main(["compare", *SIZE, "--model", str(file), "--schedule", "1f1b"]) == 0
+
+
+def test_yaml_is_refused_as_what_it_is(capsys, tmp_path: Path):
+    file = tmp_path / "model.yaml"
+    file.write_text("num_layers: 32\n")
+    assert_refused(["compare", *SIZE, "--model", str(file)], f"{file}: YAML is not read", capsys)
+
+
 def test_a_table_says_what_its_bytes_are_of(capsys):
     model = ["--model", "Llama-3-8B", "--schedule", "v-half"]
     assert main(["compare", *SIZE, *model, "--device-memory", "80 GiB"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -162,6 +163,8 @@ def parse(text: str, name: str) -> argparse.Namespace:
     Raises:
         PlanError: if the flags describe no model.
     """
+    if name.split()[0].lower().endswith((".yaml", ".yml")):
+        raise PlanError(f"{name.split()[0]}: YAML is not read: name a script or a file with Megatron's flags", "model")
     try:
         words = script_words(text)
     except ValueError as error:
@@ -184,7 +187,9 @@ def parse(text: str, name: str) -> argparse.Namespace:
 
 
 def script_words(text: str) -> list[str]:
-    """Returns the words of a script with arrays unwrapped, and with the last value or the default of each variable.
+    """Returns the words of a script with arrays unwrapped, and with the value of each variable.
+
+    That is the last that the script sets, else one that is exported, else the default.
 
     Raises:
         ValueError: a quotation is not closed.
@@ -197,12 +202,18 @@ def script_words(text: str) -> list[str]:
         word = re.sub(r"^\w+\+?=\(", "", word)  # the first of an array
         word = word[:-1] if word.count(")") > word.count("(") else word
         is_variable = _VARIABLE.fullmatch(word)
-        word = _VARIABLE.sub(lambda each: values.get(each["name"] or each["braced"], each["default"] or each[0]), word)
+        word = _VARIABLE.sub(lambda variable: _value(variable, values), word)
         if set_here := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
             values[set_here[1]] = set_here[2]
         else:
             found += word.split() if is_variable else [word]
     return found
+
+
+def _value(variable: re.Match[str], values: Mapping[str, str]) -> str:
+    """Value of a shell variable; its own text if nothing sets it."""
+    name = variable["name"] or variable["braced"]
+    return values.get(name) or os.environ.get(name) or variable["default"] or variable[0]
 
 
 def _with_experts(frequency: int | list[int], layers: int) -> tuple[bool, ...]:
@@ -215,4 +226,7 @@ def _with_experts(frequency: int | list[int], layers: int) -> tuple[bool, ...]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if unset := _VARIABLE.search(message):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            raise ValueError(f"{flag} is {unset[0]}, which nothing sets: export it, or set it in the file")
         raise ValueError(message)

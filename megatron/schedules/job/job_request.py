@@ -61,6 +61,8 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
     settings, choice = spec.settings, spec.settings.schedule
     microbatches = _microbatches(spec) if spec.microbatches is None else spec.microbatches
     request = Request(choice.name, spec.sizes.pipeline, microbatches, csv=spec.csv)
+    if choice.file is not None:
+        request = replace(request, csv_name=choice.file.name)
     limit = None
     if choice.is_searched:
         limit = settings.memory_limit

@@ -53,9 +53,9 @@ def job_plans(
     given = [*settings.parts, *["csv"] * any(text is not None for text in csvs)]
     check_parts(given, [choice.name for choice in choices], flags)
     d, n = pipeline_size, microbatches
-    for text in csvs if d is None or n is None else ():
-        if text is not None:
-            own = from_csv(text)
+    for choice, text in zip(choices, csvs, strict=True) if d is None or n is None else ():
+        if choice.file is not None and text is not None:
+            own = from_csv(text, choice.file.name)
             d, n = d or own.ranks, n or own.microbatches
             if d < 2:
                 raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")

@@ -25,6 +25,7 @@ class Request:
         costs: times and sizes of half a rank's layers, see :class:`Costs`.
         chunks: chunks per rank, for schedules that leave it open (``interleaved-1f1b``).
         csv: text of a compute-only CSV, for ``file``.
+        csv_name: name of that file, in headings and errors.
         memory_limit: for ``adaptive`` and ``auto``, the activation memory of the worst rank, as a fraction of 1F1B's
             d microbatches.
         recompute_room: memory that ``memory_limit`` leaves free for Megatron's own recompute in backward passes, as a
@@ -49,6 +50,7 @@ class Request:
     costs: Costs = field(default_factory=Costs)
     chunks: int = 2
     csv: str | None = None
+    csv_name: str = "file"
     memory_limit: float | None = None
     recompute_room: float = 0.0
     chunk_choices: tuple[int, ...] = (1, 2, 4)

@@ -123,6 +123,8 @@ def title(name: str) -> str:
 
     Names from files become printable and short.
     """
+    if name.lower().endswith(".csv"):
+        return printable_name(name)
     parts = printable_name(name).split("-")
     return "-".join(part.upper() if len(part) < 3 or part[0].isdigit() else part.capitalize() for part in parts)
 

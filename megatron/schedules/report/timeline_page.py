@@ -147,7 +147,7 @@ def _cards(shown: Sequence[View], unit: str) -> str:
             f"Slowest stage, {last.label}",
             f"stage {slow.stage}",
             f"on rank {schedule.placement.rank_of[slow.stage]}: {_time(time, unit)} a microbatch, "
-            f"{percent(slow.beyond_mean, 0)} over the average",
+            + (f"{percent(slow.beyond_mean, 0)} over the average" if slow.beyond_mean >= 0.005 else "as all others"),
         )
     )
     peaks = [max((held for _, held in last.memory(r)), default=0.0) for r in range(schedule.ranks)]

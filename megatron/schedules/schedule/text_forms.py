@@ -40,7 +40,8 @@ def from_csv(text: str, name: str = "file") -> Schedule:
     try:
         return _read_rows(text, name)
     except PlanError as error:
-        raise PlanError(str(error), "csv") from None
+        named = name == "file" or str(error).startswith(name)
+        raise PlanError(str(error) if named else f"{name}: {error}", "csv") from None
 
 
 def _read_rows(text: str, name: str) -> Schedule:

@@ -15,7 +15,7 @@ def from_file(request: Request) -> Schedule:
     """Reads the request's CSV; its numbers of ranks and microbatches must match the request."""
     if request.csv is None:
         raise PlanError("schedule 'file' needs a CSV: name it in place of the schedule, such as mine.csv", "csv")
-    schedule = from_csv(request.csv, name=request.schedule)
+    schedule = from_csv(request.csv, name=request.csv_name)
     for what, own, asked in (
         ("pipeline ranks", schedule.ranks, request.ranks),
         ("microbatches", schedule.microbatches, request.microbatches),
