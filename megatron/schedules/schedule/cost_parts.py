@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.model_loads import Load, Part
 from megatron.schedules.utils.errors import PlanError
@@ -162,8 +164,7 @@ class LayerTimes:
         }
 
 
-@dataclass(frozen=True)
-class MemoryShares:
+class MemoryShares(Struct, frozen=True, array_like=True):  # JSON tells a list from the object with a model's bytes
     """Activation memory of decoder layers, relative to their activations without recompute.
 
     Args:

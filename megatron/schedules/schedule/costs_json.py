@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from msgspec import UNSET, Meta, UnsetType, defstruct
+from msgspec.structs import asdict
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import SPLIT, Kind, Share
@@ -191,5 +192,5 @@ def _given(costs: Costs) -> dict[str, Any]:
         "copy": costs.copies.time,
         "one_way": costs.copies.one_way,
     }
-    values = vars(costs.layers) | vars(costs.in_shares) | others
+    values = vars(costs.layers) | asdict(costs.in_shares) | others
     return {name: values[name] for name in GivenCostsForm.__struct_fields__ if name in values}
