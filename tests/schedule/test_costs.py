@@ -15,9 +15,10 @@ from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link,
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import EQUAL
-from megatron.schedules.schedule.model_memory import EndMemory, ModelMemory
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.schedule.placement import interleaved, sequential, v_shape, zigzag
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.json_files import decode, encode
 from tests.planner.made_schedules import examples
 
 TIME = st.floats(1e-6, 1e6)
@@ -127,3 +128,12 @@ def test_one_list_of_layers_serves_every_number_of_chunks():
     assert costs.on(v_shape(2)).durations[Kind.F] == pytest.approx((1.5, 4.5, 1, 1))
     assert costs.on(sequential(2)).durations[Kind.F] == pytest.approx((6, 2))
     assert costs.on(sequential(2)).activation == pytest.approx((1.5, 0.5)), "relative to the average rank"
+
+
+@pytest.mark.parametrize(
+    "memory", [MemoryShares(0.5, 0.75), ModelMemory((LayerMemory(4, 2, 1),), 1, EndMemory(), EndMemory())]
+)
+def test_costs_are_the_same_after_they_were_sent(memory: MemoryShares | ModelMemory):
+    """The first rank sends all others the request of its plan, as JSON."""
+    costs = replace(uneven(Costs.of(1, 1.1, 0.75, 0.05), (1.0,)), memory=memory)
+    assert decode(encode(costs), Costs) == costs

@@ -164,7 +164,7 @@ class LayerTimes:
         }
 
 
-class MemoryShares(Struct, frozen=True, array_like=True):  # as JSON a list, so that it is none of ModelMemory's objects
+class MemoryShares(Struct, frozen=True, array_like=True):  # JSON tells a list from the object with a model's bytes
     """Activation memory of decoder layers, relative to their activations without recompute.
 
     Args:
