@@ -31,7 +31,8 @@ _BATCH = re.compile(r"global batch size: +(\d+)")
 _SEQUENCE = re.compile(r"^ *seq_length \.+ (\d+)\s*$")
 _VALIDATION = re.compile(rf"validation loss at .* on validation set .*\blm loss value: +{_NUMBER}")
 _PLAN = re.compile(
-    rf"pipeline schedule: (\S+)[:,] .*planned bubble {_NUMBER} %.*planned peak activation memory {_NUMBER} %"
+    rf"pipeline schedule: (\S+)[:,] .*planned bubble {_NUMBER} %, planned peak activation memory "
+    rf"(?:[\d.]+ [GM]iB,? )?(?:{_NUMBER} %)?"
 )
 _WORTH_SHOWING = re.compile(r"pipeline schedule: (?!measured: )|validation loss at|\berror: ")
 _MEASURED = re.compile(r"pipeline schedule: peak activation memory measured: .*worst (\d+) bytes")
@@ -103,7 +104,7 @@ def read_log(text: str) -> Run:
         elif found := _VALIDATION.search(line):
             validation = float(found[1])
         elif found := _PLAN.search(line):
-            bubble, planned = float(found[2]), float(found[3])
+            bubble, planned = float(found[2]), float(found[3]) if found[3] else None
         elif found := _MEASURED.search(line):
             measured = int(found[1])
     return Run(tuple(iterations), sequence, validation, bubble, planned, measured)

@@ -51,7 +51,7 @@ def test_the_recorded_demo_says_what_the_script_says(said: str) -> None:
 def test_the_plans_of_the_demo_are_those_of_today(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.sh"  # in fp32, as on a CPU
     model.write_text("".join(line for line in SCRIPT.splitlines(keepends=True) if "--bf16" not in line))
-    size = ["--pipeline-size", "4", "--microbatches", "8", "--model", str(model)]
+    size = ["--pipeline-size", "4", "--microbatches", "8", "--model", f"{model} --global-batch-size 16"]
     assert main(["compare", "--schedule", "v-half", "--schedule", "1f1b", *size, "--format", "json"]) == 0
     half, base = json.loads(capsys.readouterr().out)
     bubbles = [f"{100 * each['bubble']:.1f}" for each in (half, base)]

@@ -15,7 +15,7 @@ pipeline schedule: no CUDA device here: Megatron runs on the CPU through a stand
   seq_length ...................................... 128
   seq_length_other ................................ 7
 pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, planned peak activation memory \
-75.0 % of 1F1B
+1.50 MiB, 75.0 % of 1F1B's, and 6 messages at most
 pipeline schedule: measured: v-half in iterations 3-5
 pipeline schedule: peak activation memory measured: rank 0 2.00 MiB, rank 1 1.00 MiB; worst 2097152 bytes
  [2026-01-02 03:04:05.678901] iteration        1/       3 | consumed samples:           16 | elapsed time \
@@ -43,7 +43,7 @@ def test_reads_what_a_log_says() -> None:
 
 
 def test_the_table_has_ratios_to_the_last_run() -> None:
-    other = LOG.replace("worst 2097152", "worst 4194304").replace("memory 75.0", "memory 100.0")
+    other = LOG.replace("worst 2097152", "worst 4194304").replace("MiB, 75.0", "MiB, 100.0")
     text = compare_logs.table([("v", compare_logs.read_log(LOG)), ("base", compare_logs.read_log(other))])
     rows = {line[:44].strip(): line[44:].split() for line in text.splitlines()}
     assert rows[""] == ["v", "base", "v", "/", "base"]
