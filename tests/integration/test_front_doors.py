@@ -68,6 +68,36 @@ def test_all_front_doors_make_one_plan(
     assert from_csv(to_csv(dry.schedule)).order == from_csv(in_python.to_csv()).order
 
 
+def in_a_dry_run(model: str, schedule: str, gib: int) -> JobPlan:
+    """The plan of a dry run on four ranks with devices of this size."""
+    flags = f"--pipeline-model-parallel-size 4 --global-batch-size {MICROBATCHES} --pipeline-schedule {schedule}"
+    args, _ = stock_parser().parse_known_args(shlex.split(f"{model} {flags} --pipeline-dry-run 4x{gib}GiB"))
+    return job_of(args)
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"), [("full recompute", 88), ("full recompute", 60), ("plain", 80)], ids=["full", "less", "plain"]
+)
+def test_a_comparison_and_a_dry_run_give_one_verdict(
+    model: str, gib: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same schedule, bubble, bytes, and whether they fit; and auto fits wherever one of the others does."""
+    file, names = tmp_path / "model.sh", ("auto", "v-half", "v-min", "1f1b")
+    file.write_text(MODELS[model])
+    with short_searches():
+        dry = {name: in_a_dry_run(MODELS[model], name, gib) for name in names}
+        capsys.readouterr()
+        words = f"--pipeline-size 4 --microbatches {MICROBATCHES} --model {file} --device-memory {gib}GiB"
+        several = [word for name in names for word in ("--schedule", name)]
+        assert main(["compare", *words.split(), *several, "--format", "json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    for name, job in dry.items():
+        row = rows[name]
+        assert (row["bubble"], row["together_bytes"]) == (job.plan.bubble, job.memory[job.worst].device), name
+        assert row["fits"] == job.fits(gib * 2**30), name
+    assert rows["auto"]["fits"] or not any(row["fits"] for row in rows.values())
+
+
 @pytest.mark.parametrize("model", ["full recompute", "selective recompute"])
 def test_auto_recomputes_only_what_the_memory_needs(model: str) -> None:
     """Megatron's own recompute in the flags says that memory was short, which the plan judges anew."""

@@ -163,8 +163,8 @@ def parse(text: str, name: str) -> argparse.Namespace:
     Raises:
         PlanError: if the flags describe no model.
     """
-    if name.split()[0].lower().endswith((".yaml", ".yml")):
-        raise PlanError(f"{name.split()[0]}: YAML is not read: name a script or a file with Megatron's flags", "model")
+    if name.lower().endswith((".yaml", ".yml")):
+        raise PlanError(f"{name}: YAML is not read: name a script or a file with Megatron's flags", "model")
     try:
         words = script_words(text)
     except ValueError as error:

@@ -92,8 +92,9 @@ def _of_model(args: Any, microbatches: int, model: str, flags: Mapping[str, str]
         whole = batch // micro
         divisors = {n for low in range(1, math.isqrt(whole) + 1) if whole % low == 0 for n in (low, whole // low)}
         near = min(divisors, key=lambda n: abs(n - microbatches), default=1)
+        file = model.partition(" --")[0]
         raise PlanError(
-            f"{flags['microbatches']} {microbatches} does not divide the batch of {flags['model']} {model.split()[0]}, "
+            f"{flags['microbatches']} {microbatches} does not divide the batch of {flags['model']} {file}, "
             f"--global-batch-size {batch} with --micro-batch-size {micro}, over data-parallel ranks: give "
             f"{flags['microbatches']} {near}, or another batch behind the file's name"
         )
