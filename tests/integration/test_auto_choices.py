@@ -14,10 +14,11 @@ from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job import plan_job as planning
+from megatron.schedules.job.auto_choices import auto_choices
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.plan_job import JobPlan, auto_choices, check_fits, plan_job
+from megatron.schedules.job.plan_job import JobPlan, check_fits, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import ScheduleChoice, memory_limit
 from megatron.schedules.planner.partition_plans import with_layers

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
-from megatron.schedules.job.plan_job import JobPlan, auto_choices
+from megatron.schedules.job.auto_choices import auto_choices
+from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice

@@ -25,7 +25,8 @@ _LIMITS = (1.0, 1.2, 1.5)
 def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan]:
     """Yields plans of ``auto`` for a job, without its memory limit: each schedule by name, and those of least memory.
 
-    The latter hold little more than one microbatch at a time, on each number of chunks that divides the layers.
+    The latter hold little more than one microbatch at a time, on each number of chunks that divides the layers
+    and that the job allows.
 
     Args:
         spec: the job, with the layers and the memory saving that all plans have.
@@ -33,7 +34,8 @@ def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan
     """
     asked = replace(request_of(spec.under("adaptive", saving=spec.settings.saving)).request, schedule=AUTO)
     found: Plan | None = None
-    for chunks, times in product(range(1, _MOST_CHUNKS + 1), _LIMITS):
+    most = spec.settings.schedule.chunks or _MOST_CHUNKS
+    for chunks, times in product(range(1, most + 1), _LIMITS):
         with suppress(PlanError):  # the layers do not divide
             request = replace(asked, schedule="adaptive", chunk_choices=(chunks,), search_seconds=_SECONDS)
             plan = make(replace(request, memory_limit=times * least_limit(request)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.estimate.device_memory import RESERVED, RankMemory, usable
-from megatron.schedules.estimate.model_build import MESSAGES, StockRecompute, rank_memory
-from megatron.schedules.job.checks import validate
+from megatron.schedules.estimate.model_build import MESSAGES, rank_memory
+from megatron.schedules.job.auto_choices import auto_choices, without_recompute
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
 from megatron.schedules.job.least_memory import least_plans
@@ -121,7 +121,7 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
     if spec.settings.schedule.name != AUTO:
         job = _planned(spec, machine, make)
         return replace(job, left_out=_could_go(job, machine, make))
-    free = _without_recompute(spec)
+    free = without_recompute(spec)
     try:
         return _chosen(spec, machine, make) if free is None else _freed(spec, free, machine, make)
     except ShortMemoryError as error:
@@ -177,49 +177,11 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
     raise refused[0]
 
 
-def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
-    """Yields the job with all choices that ``auto`` may make, then with fewer, and last as its flags say. All differ.
-
-    Recompute, offload and other layer partitions leave results bitwise equal.
-    """
-    settings, stock, profile = spec.settings, spec.layers, spec.profile
-    placed = settings
-    # In training the sizes of a model that is still in a checkpoint may turn out to be others.
-    known = spec.model is not None or (spec.knows_layers and not spec.by_megatron)
-    if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)):
-        placed = replace(settings, layers="auto")
-    choices = [placed, settings]
-    if spec.model is not None and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
-        choices.insert(0, replace(placed, saving=MemorySaving(recompute=True)))
-        if profile is not None and profile.costs(spec.sizes.pipeline).copies.time:
-            choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
-    return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
-
-
 def _check_linears(spec: JobSpec, machine: Machine) -> None:
     """Refuses a search for schedules that cannot split the linears."""
     schedule = spec.settings.schedule
     if schedule.is_searched and (fault := unsplittable(spec, machine)):
         raise PlanError(f"{spec.flags['schedule']} {schedule.name} {fault}")
-
-
-def _is_valid(spec: JobSpec) -> bool:
-    """Returns whether a choice of ``auto`` is compatible with the other flags."""
-    try:
-        validate(spec)
-    except PlanError:
-        return False
-    return True
-
-
-def _without_recompute(spec: JobSpec) -> JobSpec | None:
-    """Returns the job without Megatron's own recompute; None if it has none, or has to keep it."""
-    profile, granularity = spec.profile, spec.recompute.granularity
-    # Times that were measured with recompute do not say how long passes take without it.
-    measured_with = profile is not None and profile.facts.recompute is not None
-    if granularity is None or spec.model is None or measured_with or (spec.is_built and granularity != "full"):
-        return None
-    return replace(spec, recompute=StockRecompute())
 
 
 def _chosen(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
@@ -364,7 +326,7 @@ def _left_out(spec: JobSpec, job: JobPlan, kept_work: float, machine: Machine) -
 
 def _could_go(job: JobPlan, machine: Machine, make: Make) -> str:
     """Says if a job with a schedule by name would fit its devices without Megatron's own recompute."""
-    free, device = _without_recompute(job.spec), machine.device
+    free, device = without_recompute(job.spec), machine.device
     if free is None or device is None or job.request.schedule == "adaptive":  # a search is too long for a hint
         return ""
     try:
