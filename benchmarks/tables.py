@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.parts import Claim, Part, Row, Say, markdown_table, span, verdict
+from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
@@ -155,7 +156,8 @@ def section(rows: Sequence[Row]) -> str:
             _equal_table(equal),
             "### Grid search",
             f"98.5B on {_GPUS} GPUs, {_BATCH} samples per iteration, FlashAttention, sequence parallelism, distributed "
-            "optimizer: MFU of the fastest setting of each method that fits (data/tensor/pipeline sizes). "
+            "optimizer: MFU of the fastest setting of each method that fits (data/tensor/pipeline sizes), in "
+            f"{100 * usable(1.0):.0f} % of a GPU. "
             f"A GPU copies {_DEVICE.host_link / 1e9:g} GB/s each way; a node's host has "
             f"{_DEVICE.host_memory / 1e12:g} TB.",
             _grid_table(grid),

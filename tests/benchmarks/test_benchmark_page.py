@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +20,6 @@ PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 def test_the_page_is_what_the_recorded_data_give() -> None:
     """`bash scripts/benchmark.sh page` writes it."""
     assert Kept(ROOT / "docs").page(PARTS) == PAGE
-
-
-def test_the_page_can_be_read_in_one_sitting() -> None:
-    assert len([word for word in PAGE.split() if re.search(r"\w", word)]) < 2750
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
