@@ -147,7 +147,7 @@ def _offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int
 
 
 def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomputes: Recomputes) -> int:
-    """Has layers of ``model_chunk`` wait for their R in ``recomputes``; to be called once for a chunk.
+    """Makes layers of ``model_chunk`` queue for their R in ``recomputes``. Call it once for a chunk.
 
     ``which`` are counted from 0; None for all. Returns how many these are.
     """

@@ -28,7 +28,7 @@ _READS_MASKS = ("padding", "padding_causal", "arbitrary")
 
 
 class Taken(NamedTuple):
-    """What one forward of a stage's layers took from the batch.
+    """Tensors that one forward of a stage's layers took from the batch.
 
     Args:
         given: inputs that change results.
@@ -119,7 +119,7 @@ class _Block:
         self._seen.append((given, self._reads - given.keys() - instead))
 
     def taken(self) -> list[Taken]:
-        """What its forwards took; waits for the device."""
+        """Returns the tensors that its forwards took. Waits for the device."""
         return [Taken(frozenset(name for name in given if given[name]), lacking) for given, lacking in self._seen]
 
 

@@ -28,7 +28,9 @@ def auto_choices(spec: JobSpec) -> Iterator[JobSpec]:
         choices.insert(0, replace(placed, saving=MemorySaving(recompute=True)))
         if profile is not None and profile.costs(spec.sizes.pipeline).copies.time:
             choices.insert(0, replace(placed, saving=MemorySaving(recompute=True, offload=True)))
-    return (replace(spec, settings=each) for each in dict.fromkeys(choices) if _is_valid(replace(spec, settings=each)))
+    return (
+        replace(spec, settings=choice) for choice in dict.fromkeys(choices) if _is_valid(replace(spec, settings=choice))
+    )
 
 
 def without_recompute(spec: JobSpec) -> JobSpec | None:

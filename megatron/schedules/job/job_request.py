@@ -53,7 +53,7 @@ def request_of(spec: JobSpec, device: float | None = None) -> LimitedRequest:
         PlanError: a flag is wrong; the error names it.
     """
     make = partial(_request_of, spec, device)
-    return with_finer_chunks(spec.settings.schedule.chunks, make, lambda found: found.request)
+    return with_finer_chunks(spec.settings.schedule.chunks, make, lambda made: made.request)
 
 
 def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) -> LimitedRequest:
@@ -85,8 +85,8 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
     )
     if device is not None and spec.trained is not None and costs.in_bytes is not None:
         limit = device_limit(spec.trained, request, device)
-    found = LimitedRequest(spec, request, limit)
-    return found._replace(request=found.within(request))
+    limited = LimitedRequest(spec, request, limit)
+    return limited._replace(request=limited.within(request))
 
 
 def _layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
@@ -109,9 +109,9 @@ def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
         stock = replace(stock, count=shape.layers)
     if layers == "auto" or stock.count is None:
         return chunk_choices(most)
-    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(stock, chunks * size, layers))
+    dividing = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(stock, chunks * size, layers))
     depends = (stock.by_hand or spec.settings.places_layers) and not _by_ends(spec)
-    return (found[-1:] if depends else found) or ((1,) if spec.layers.count is not None else chunk_choices(most))
+    return (dividing[-1:] if depends else dividing) or ((1,) if spec.layers.count is not None else chunk_choices(most))
 
 
 def _by_ends(spec: JobSpec) -> bool:
@@ -135,28 +135,28 @@ def _microbatches(spec: JobSpec) -> int:
         )
     if micro is None:
         raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
-    each = micro * data_parallel
-    flag, batches = _batches(spec.batch, each)
+    samples = micro * data_parallel
+    flag, batches = _batches(spec.batch, samples)
     # Batch sizes of earlier steps may not divide over the current GPUs; Megatron allows this.
-    fitting = [batch for batch in batches if batch > 0 and batch % each == 0]
+    fitting = [batch for batch in batches if batch > 0 and batch % samples == 0]
     if not fitting:
         raise PlanError(
-            f"{flag} {batches[0]} gives {batches[0] / each:g} microbatches; it must be 1 or more times "
-            f"--micro-batch-size {micro} x data parallel {data_parallel} = {each}"
+            f"{flag} {batches[0]} gives {batches[0] / samples:g} microbatches; it must be 1 or more times "
+            f"--micro-batch-size {micro} x data parallel {data_parallel} = {samples}"
         )
     for batch in fitting:
-        size, microbatches = sizes.pipeline, batch // each
+        size, microbatches = sizes.pipeline, batch // samples
         chunks_too = "" if chunks is None else f" and {chunks} chunks in {spec.flags['schedule']}"
         said = f"{spec.flags['ranks']} {size} with {flag} {batch}, {counted(microbatches, 'microbatch')}{chunks_too},"
         check_size(size, microbatches, chunks, said)
-    return fitting[0] // each
+    return fitting[0] // samples
 
 
-def _batches(batch: Batch, each: int) -> tuple[str, list[int]]:
+def _batches(batch: Batch, samples: int) -> tuple[str, list[int]]:
     """Flag that sets the global batch size, and its sizes in the order of training."""
     flag, text = "--step-batch-size-schedule", batch.steps
     if text is None:
-        return "--global-batch-size", [each if batch.whole is None else batch.whole]
+        return "--global-batch-size", [samples if batch.whole is None else batch.whole]
     try:
         calculator = after_megatron("megatron.core.num_microbatches_calculator")
         steps = calculator.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, None)

@@ -33,7 +33,7 @@ def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan
         make: makes a plan.
     """
     asked = replace(request_of(spec.under("adaptive", saving=spec.settings.saving)).request, schedule=AUTO)
-    found: Plan | None = None
+    least: Plan | None = None
     most = spec.settings.schedule.chunks or _MOST_CHUNKS
     for chunks, times in product(range(1, most + 1), _LIMITS):
         with suppress(PlanError):  # the layers do not divide
@@ -42,8 +42,8 @@ def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan
             peak, unit = plan.peak_bytes, request.costs.in_bytes
             assert peak is not None and unit is not None, "sizes are known"
             within = of_1f1b(peak, request.ranks, unit.of_rank(request.ranks))
-            found = replace(plan, asked=asked, request=replace(plan.request, memory_limit=within))
-            yield found
-    if found is not None:
+            least = replace(plan, asked=asked, request=replace(plan.request, memory_limit=within))
+            yield least
+    if least is not None:
         for line in named_within(asked):
-            yield by_name(found, line)
+            yield by_name(least, line)

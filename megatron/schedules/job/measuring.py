@@ -79,7 +79,7 @@ def check_folder(folder: Path) -> None:
         with TemporaryFile(dir=folder):
             pass
     except (FileExistsError, NotADirectoryError):
-        file = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        file = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         raise PlanError(f"{said} {file} is no folder; name a folder, there or to be made") from None
     except OSError as error:
         raise PlanError(f"{said} cannot be made and written: {error.strerror}; give another name") from None

@@ -161,9 +161,9 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
     """
     _check_linears(spec, machine)
     refused: list[PlanError] = []
-    for each in auto_choices(spec) if spec.settings.schedule.name == AUTO else [spec]:
+    for choice in auto_choices(spec) if spec.settings.schedule.name == AUTO else [spec]:
         try:
-            request = _limited(each, machine).request
+            request = _limited(choice, machine).request
             if request.memory_limit is not None:
                 limit_in_microbatches(request)
         except ShortMemoryError as error:
@@ -187,9 +187,9 @@ def _check_linears(spec: JobSpec, machine: Machine) -> None:
 def _chosen(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     """Returns the plan of the first choice of ``auto`` that works."""
     refused: list[PlanError] = []
-    for each in auto_choices(spec):
+    for choice in auto_choices(spec):
         try:
-            return _or_unplaced(_planned(each, machine, make), spec, machine, make)
+            return _or_unplaced(_planned(choice, machine, make), spec, machine, make)
         except PlanError as error:
             refused.append(error)
     raise next((error for error in refused if isinstance(error, ShortMemoryError)), refused[0])
@@ -208,9 +208,9 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
         PlanError: with a limit of activations that no plan keeps within, or if nothing is known in bytes.
     """
     spec, limit, jobs = specs[-1], specs[-1].settings.memory_limit, list[JobPlan]()
-    for each in dict.fromkeys(specs) if machine.device is not None or limit is not None else ():
-        choice = next((choice for choice in auto_choices(each) if choice.settings.saving != MemorySaving()), each)
-        saving = replace(each, settings=replace(choice.settings, layers=each.settings.layers))
+    for kept in dict.fromkeys(specs) if machine.device is not None or limit is not None else ():
+        choice = next((choice for choice in auto_choices(kept) if choice.settings.saving != MemorySaving()), kept)
+        saving = replace(kept, settings=replace(choice.settings, layers=kept.settings.layers))
         for plan in least_plans(saving, make):
             with suppress(PlanError):
                 jobs.append(_accepted(JobPlan(saving, plan), machine))
@@ -364,10 +364,10 @@ def _check_host(job: JobPlan, machine: Machine) -> None:
     flags = job.spec.flags
     if machine.host is None:
         return
-    each, here = _host_bytes(job), machine.ranks_on_host
-    if each * here > machine.host:
+    needed, here = _host_bytes(job), machine.ranks_on_host
+    if needed * here > machine.host:
         raise PlanError(
-            f"{flags['offload']} takes {each / _GIB:.1f} GiB of host memory for each of {here} ranks, and this host "
+            f"{flags['offload']} takes {needed / _GIB:.1f} GiB of host memory for each of {here} ranks, and this host "
             f"has {machine.host / _GIB:.1f} GiB left: raise {flags['memory_limit']}, or leave the flag out"
         )
 

@@ -18,7 +18,7 @@ from megatron.schedules.utils.json_files import decode, encode
 
 
 class _Text(Struct):
-    """What the planner chose, and the plan."""
+    """Choices of the planner, and the plan."""
 
     layers: Layers | None
     saving: MemorySaving
@@ -42,8 +42,8 @@ def from_text(text: str, spec: JobSpec) -> JobPlan:
     Raises:
         PlanError: a pass is missing, repeated, on the wrong rank, or would wait for ever.
     """
-    found = decode(text, _Text)
-    validate(found.schedule)
-    settings = replace(spec.settings, layers=found.layers, saving=found.saving)
-    chosen = replace(spec, settings=settings, recompute=found.recompute)
-    return JobPlan(chosen, Plan(found.asked, found.request, found.schedule), found.left_out)
+    sent = decode(text, _Text)
+    validate(sent.schedule)
+    settings = replace(spec.settings, layers=sent.layers, saving=sent.saving)
+    chosen = replace(spec, settings=settings, recompute=sent.recompute)
+    return JobPlan(chosen, Plan(sent.asked, sent.request, sent.schedule), sent.left_out)

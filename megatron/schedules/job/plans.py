@@ -196,8 +196,8 @@ class JobPlans:
         for spec in self.specs:
             name = spec.settings.schedule.text
             try:
-                found = plan(spec)
+                job = plan(spec)
             except PlanError as error:
                 yield name, str(error), None
             else:
-                yield name, found, baseline / found.plan.iteration_time
+                yield name, job, baseline / job.plan.iteration_time

@@ -148,9 +148,9 @@ def _out_of_order(schedule: Schedule) -> bool:
     """Returns whether the backwards of a stage come in another order than its forwards."""
     orders: dict[tuple[int, bool], list[int]] = {}
     for row in schedule.order:
-        for each in row:
-            if each.kind in (Kind.F, Kind.I, Kind.B):
-                orders.setdefault((each.stage, each.kind is Kind.F), []).append(each.microbatch)
+        for work in row:
+            if work.kind in (Kind.F, Kind.I, Kind.B):
+                orders.setdefault((work.stage, work.kind is Kind.F), []).append(work.microbatch)
     return any(orders[stage, True] != orders.get((stage, False)) for stage, forward in orders if forward)
 
 

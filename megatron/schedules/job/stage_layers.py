@@ -44,16 +44,16 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = Non
             "layout"
         )
     between = stages - (first is not None) - (last is not None)
-    each, rest = divmod((stock.count or 0) - (first or 0) - (last or 0), max(between, 1))
-    if rest or each < 1 or between < 1:
+    usual, rest = divmod((stock.count or 0) - (first or 0) - (last or 0), max(between, 1))
+    if rest or usual < 1 or between < 1:
         ends = (first or 0) + (last or 0)
         raise PlanError(
             f"has {stages} stages, {between} of them between the ends that --decoder-first-pipeline-num-layers and "
             f"-last- name: {_counted(stock)} must be {ends} + a multiple of {between}, not {stock.count}"
         )
-    counts = [each] * stages
-    counts[0] = each if first is None else first
-    counts[-1] = each if last is None else last
+    counts = [usual] * stages
+    counts[0] = usual if first is None else first
+    counts[-1] = usual if last is None else last
     return tuple(counts)
 
 
@@ -84,10 +84,10 @@ def _custom(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple[i
 def _equal(stock: StockLayers, stages: int) -> tuple[int, ...]:
     first, last = stock.stand_in
     counted = (stock.count or 0) + first + last
-    each, rest = divmod(counted, stages)
-    if rest or not each:
+    usual, rest = divmod(counted, stages)
+    if rest or not usual:
         also = " and ".join(["the embedding"] * first + ["the output layer"] * last)
-        fitting = sorted({stages * max(1, each), stages * (each + 1)})
+        fitting = sorted({stages * max(1, usual), stages * (usual + 1)})
         instead = " or ".join(str(count - first - last) for count in fitting)
         raise PlanError(
             f"has {stages} stages: {_counted(stock)}{f' with {also}' if also else ''} must be a multiple of {stages}; "

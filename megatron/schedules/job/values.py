@@ -185,7 +185,7 @@ def layers_choice(flag: str, text: str | None) -> Layers | None:
     if text == "auto":
         return "auto"
     what = "even, auto or the layers of each stage such as 3,4,4,3"
-    counts = [number(flag, each, what) for each in text.split(",")]
+    counts = [number(flag, part, what) for part in text.split(",")]
     if any(count != int(count) or not 0 <= count <= _MOST_LAYERS for count in counts):
         raise PlanError(f"{flag} {text!r} is not a list of whole numbers up to {_MOST_LAYERS}: use {what}")
     return tuple(map(int, counts))
@@ -213,9 +213,9 @@ def measuring(flag: str, text: str | None) -> Measuring | None:
         raise PlanError(f"{flag} {text!r} names no folder: write it such as out or out:5-10")
     if not colon:
         return Measuring(Path(folder))
-    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", iterations)
-    first, last = map(int, found.groups()) if found else (0, 0)
-    if not found or first < 1:
+    written = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", iterations)
+    first, last = map(int, written.groups()) if written else (0, 0)
+    if not written or first < 1:
         raise PlanError(
             f"{flag} {text!r} ends with {iterations!r}, which is not two iterations with a dash between, from 1 on: "
             f"write it as in {folder}:5-10"

@@ -101,7 +101,7 @@ class JobProfile:
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether vocabulary parallelism was on."""
+        """True if vocabulary parallelism was on."""
         return any(kind in OF_RANKS for stage in self.stages for kind in stage.times)
 
     @property

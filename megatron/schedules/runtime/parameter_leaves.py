@@ -204,7 +204,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _sees_backwards(leaves: ParameterLeaves) -> Iterator[None]:
-    """Has every backward of the process run by ``leaves``, while a pass runs.
+    """Lets ``leaves`` run every backward of the process while a pass runs.
 
     torch has no public way to see them: what is replaced is what autograd.grad, autograd.backward and Tensor.backward
     all call, however they were imported.

@@ -34,7 +34,7 @@ class Position(NamedTuple):
 
     @property
     def awaits(self) -> bool:
-        """Whether the step still waits for a message or for the result of a collective."""
+        """True while the step waits for a message or for the result of a collective."""
         return not self.arrived and not isinstance(self.step, End) and self.program.arrives(self.step)
 
     @property
@@ -101,7 +101,7 @@ class PositionTracker:
 
     @property
     def device_is_behind(self) -> bool:
-        """Whether the device had work left when the host last looked; does not ask the device."""
+        """True if the device had work left when the host last looked. The device is not asked."""
         return bool(self._ahead)
 
     def _leave(self, position: Position | None) -> None:

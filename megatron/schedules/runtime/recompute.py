@@ -77,11 +77,11 @@ class Recomputes:
 
     @property
     def active(self) -> bool:
-        """Whether a layer that is called now will be recomputed."""
+        """True if a layer that is called now will be recomputed."""
         return self._open is not None
 
     def add(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
-        """Has ``call`` with these ``inputs`` wait for its R."""
+        """Queues ``call(*inputs)`` for its R pass."""
         assert self._open is not None
         run = _Run(self, self._open, call, self._capture_state(), anchor, inputs)
         self._waiting[self._open].append(run)
@@ -89,7 +89,7 @@ class Recomputes:
 
 
 def recompute_layer(layer: torch.nn.Module, recomputes: Recomputes) -> None:
-    """Has forwards of ``layer`` wait in ``recomputes`` while that is active; to be called once for a layer.
+    """Makes forwards of ``layer`` queue in ``recomputes`` while that is active. Call it once for a layer.
 
     Its inputs and outputs are tensors and anything else, in lists, tuples and dicts; gradients flow through the tensors
     found there. Hooks of the layer are called in F, those of its submodules in R too.

@@ -31,7 +31,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether that moment is past."""
+        """Returns true once that moment is past."""
         return True
 
     def elapsed_time(self, later: HostEvent) -> float:

@@ -71,7 +71,7 @@ class Replanner:
 
     @property
     def under_way(self) -> bool:
-        """Whether a new plan is being made."""
+        """True while a new plan is being made."""
         return self._request is not None
 
     def start(self, request: Request) -> None:

@@ -178,7 +178,7 @@ class OffloadedForward:
             memory.release(block, self.back)
 
     def _movable(self, tensor: Tensor) -> bool:
-        """Whether it is plain memory of the device, which a view with its shape and strides describes fully."""
+        """Returns true for plain memory of the device, which a view with its shape and strides describes fully."""
         return (
             type(tensor) in (Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided

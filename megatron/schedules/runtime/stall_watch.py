@@ -166,7 +166,7 @@ def _ends_anyway() -> Iterator[None]:
 
 
 def _waits(position: Position) -> bool:
-    """Whether another rank is waited for there."""
+    """Returns true if the rank waits for another one there."""
     return isinstance(position.step, End) or position.awaits or position.step.action.peer is not None
 
 
@@ -201,7 +201,7 @@ def _where(position: Position) -> str:
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    """Whether ``frame`` belongs to torch, Python or this package, and so does not locate the stall in a script."""
+    """Returns true if ``frame`` is of torch, Python or this package, and so does not locate the stall in a script."""
     name = str(frame.f_globals.get("__name__", ""))
     if name == _SCRIPT:
         return False

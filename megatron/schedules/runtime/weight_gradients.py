@@ -271,7 +271,7 @@ class _Deferred:
 
     @property
     def alone(self) -> bool:
-        """Whether it can run ahead of W: it needs no communication, and its size is known."""
+        """Returns true if it can run before W: it needs no communication, and its size is known."""
         return self.computed or (not self._gathers and bool(self._held))
 
     @property

@@ -62,7 +62,7 @@ def loop_job(
 
 
 def _of_fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """What a configuration has of the settings of these names, by the attribute of Megatron-LM's flag."""
+    """Returns the settings of these names that a configuration has, by the attribute of Megatron-LM's flag."""
     fields = {name: getattr(config, FIELDS.get(name, name), None) for name in (*names, *_MORE)}
     return {
         name: value.value if isinstance(value, Enum) and name not in _MORE else value
@@ -150,7 +150,7 @@ def _optimizer(chunk: Any) -> dict[str, Any]:
 
 
 def _run() -> dict[str, Any]:
-    """What a job reads when its training begins, see :class:`.RunFlags`."""
+    """Returns settings for the begin of training, see :class:`.RunFlags`."""
     return {
         "distributed_timeout_minutes": dist.default_pg_timeout.total_seconds() / 60,
         "exit_interval": None,

@@ -192,7 +192,7 @@ def _scattered_over(linear: Any) -> ProcessGroup | None:
 
 
 class _Call(NamedTuple):
-    """What one use of a linear passes from its forward to its I and W, besides what stock's Function keeps.
+    """Tensors that one use of a linear passes from its forward to its I and W, besides what stock's Function keeps.
 
     ``bias`` is None if there is none to train. ``gathered_over`` are the ranks whose rows of the output's gradient are
     gathered before the linear's backward.

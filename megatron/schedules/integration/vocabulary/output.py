@@ -62,7 +62,7 @@ class OutputLayer:
 
     @property
     def trained(self) -> bool:
-        """Whether the weight gets a gradient."""
+        """True if the weight gets a gradient."""
         return self._part.weight.requires_grad
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ class LateLosses:
         return loss_function
 
     def report(self, losses: Tensor, loss_function: Any) -> Tensor:
-        """Has stock report the loss of a microbatch, and counts its tokens.
+        """Lets stock report the loss of a microbatch, and counts its tokens.
 
         Args:
             losses: of its tokens, (microbatch, sequence).
