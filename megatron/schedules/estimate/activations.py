@@ -78,7 +78,7 @@ def activations(build: Build) -> Activations:
     return Activations(
         first=Kept(_mask(build) * hidden),
         mask=float(build.shape.sequence) if build.given_mask and not build.shape.fused else 0.0,
-        layers=tuple(kinds[each] for each in build.kinds),
+        layers=tuple(kinds[kind] for kind in build.kinds),
         last=norm.plus(logits),
         norm=norm,
         ahead=ahead,
@@ -89,10 +89,10 @@ def activations(build: Build) -> Activations:
 
 def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
     """Sums up a layer. ``without`` names parts that I recomputes, whose forward activations are left out."""
-    found = Kept()
+    total = Kept()
     for name, part in layer.items():
-        found = found.plus(part._replace(forward=0.0) if name in without else part)
-    return found
+        total = total.plus(part._replace(forward=0.0) if name in without else part)
+    return total
 
 
 def _between(build: Build) -> int:
@@ -222,23 +222,23 @@ def _linears(build: Build, operand: float, inner: float, rows: float, scaled: bo
 
 
 def _experts(build: Build, operand: float) -> dict[str, Kept]:
-    found = build.shape.experts
-    assert found is not None, "the layer has experts"
-    hidden, chosen = build.shape.hidden, found.chosen
+    experts = build.shape.experts
+    assert experts is not None, "the layer has experts"
+    hidden, chosen = build.shape.hidden, experts.chosen
     # Tokens are split over tensor-parallel ranks and gathered by those of an expert, evenly over experts.
     rows = chosen * build.expert_tensor / build.tensor
     outer = operand * rows * hidden
-    routed = _linears(build, operand, found.inner / build.expert_tensor, rows, scaled=True)
+    routed = _linears(build, operand, experts.inner / build.expert_tensor, rows, scaled=True)
     # Scores of all experts; numbers, places and weights of the chosen ones.
     router = (8.0 * build.experts + 22.0 * chosen) / _between(build)
-    second = operand * rows * found.inner / build.expert_tensor
+    second = operand * rows * experts.inner / build.expert_tensor
     parts = {
         "router": Kept(router),
         "moe_act": Kept(second),
         "moe": routed.plus(Kept(outer - second, 2 * outer + second)),
     }
-    if found.shared:
-        width, inner = hidden / _between(build), found.shared / build.tensor
+    if experts.shared:
+        width, inner = hidden / _between(build), experts.shared / build.tensor
         copy = (_shared(build, operand, kept=True) - build.number) * width  # of the router's input
         shared = _linears(build, operand, inner, 1.0)
         parts["shared_experts"] = shared.plus(Kept(copy, operand * width + _for_rows(build, operand, inner)))

@@ -72,8 +72,8 @@ def _quantized(args: Any) -> Quantized | None:
 
 def trained_model(args: Any, build: Build) -> TrainedModel:
     """Returns ``build`` as trained with Megatron's ``args``, which need not be validated."""
-    each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
-    return TrainedModel(build, each, stock_recompute(args).kept, stand_in(args))
+    shared = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
+    return TrainedModel(build, shared, stock_recompute(args).kept, stand_in(args))
 
 
 def stand_in(args: Any) -> tuple[bool, bool]:

@@ -19,10 +19,10 @@ def moe_freq_type(text: str) -> int | list[int]:
 
     A number n means every n-th layer, from the first. Otherwise it is a list.
     """
-    found = _read(text)
-    if isinstance(found, int) and not 1 <= found <= MOST_LAYERS:
-        raise argparse.ArgumentTypeError(f"{found} is not from 1 to {MOST_LAYERS}")
-    return found
+    read = _read(text)
+    if isinstance(read, int) and not 1 <= read <= MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{read} is not from 1 to {MOST_LAYERS}")
+    return read
 
 
 def no_rope_freq_type(text: str) -> int | list[int]:
@@ -48,15 +48,15 @@ def _read(text: str) -> int | list[int]:
     if not _PATTERN.fullmatch(text) or len(text) > _MOST_CHARACTERS:
         raise wrong
     try:
-        found = _value(ast.parse(text, mode="eval").body)
-        if not {0, 1}.issuperset(found):
+        pattern = _value(ast.parse(text, mode="eval").body)
+        if not {0, 1}.issuperset(pattern):
             raise wrong
-        _check_length(found, 1)
+        _check_length(pattern, 1)
     except (SyntaxError, TypeError, RecursionError, MemoryError):
         raise wrong from None
     except OverflowError:
         raise argparse.ArgumentTypeError(f"{text!r} has more than {MOST_LAYERS} layers") from None
-    return list(found)
+    return list(pattern)
 
 
 def _value(node: ast.expr) -> Any:
@@ -70,7 +70,7 @@ def _value(node: ast.expr) -> Any:
         case ast.Constant(value=int(number)):
             return number
         case ast.List(elts=elements):
-            return [_value(each) for each in elements]
+            return [_value(element) for element in elements]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _value(left) + _value(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
@@ -82,6 +82,6 @@ def _value(node: ast.expr) -> Any:
             raise TypeError(f"{type(node).__name__} in a list of layers")
 
 
-def _check_length(found: Any, times: Any) -> None:
-    if isinstance(found, list) and isinstance(times, int) and len(found) * times > MOST_LAYERS:
+def _check_length(value: Any, times: Any) -> None:
+    if isinstance(value, list) and isinstance(times, int) and len(value) * times > MOST_LAYERS:
         raise OverflowError

@@ -197,7 +197,7 @@ def script_words(text: str) -> list[str]:
     # As in a shell: a backslash continues a line.
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     values: dict[str, str] = {}
-    found: list[str] = []
+    expanded: list[str] = []
     for word in words:
         word = re.sub(r"^\w+\+?=\(", "", word)  # the first of an array
         word = word[:-1] if word.count(")") > word.count("(") else word
@@ -206,8 +206,8 @@ def script_words(text: str) -> list[str]:
         if set_here := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
             values[set_here[1]] = set_here[2]
         else:
-            found += word.split() if is_variable else [word]
-    return found
+            expanded += word.split() if is_variable else [word]
+    return expanded
 
 
 def _value(variable: re.Match[str], values: Mapping[str, str]) -> str:

@@ -32,8 +32,8 @@ class StockRecompute:
     def kept(self) -> Recompute:
         """The same for memory estimates."""
         if self.granularity == "full":
-            each = self.layers or 1
-            return Recompute(layers=None, together=each) if self.method == "uniform" else Recompute(layers=each)
+            layers = self.layers or 1
+            return Recompute(layers=None, together=layers) if self.method == "uniform" else Recompute(layers=layers)
         return Recompute(modules=self.modules or ("core_attn",)) if self.granularity == "selective" else Recompute()
 
 

@@ -40,17 +40,17 @@ class Model:
         Raises:
             PlanError: if they describe no model.
         """
-        found = megatron_flags.parse(self.flags, self.name)
-        found.micro_batch_size = found.micro_batch_size or 1
-        found.pipeline_model_parallel_size = 1
-        found.world_size = found.tensor_model_parallel_size * found.context_parallel_size
-        return found
+        args = megatron_flags.parse(self.flags, self.name)
+        args.micro_batch_size = args.micro_batch_size or 1
+        args.pipeline_model_parallel_size = 1
+        args.world_size = args.tensor_model_parallel_size * args.context_parallel_size
+        return args
 
     def trained(self, **changes: Any) -> argparse.Namespace:
         """Returns the parsed flags with ``changes``."""
-        found = copy.copy(self.args)
-        vars(found).update(changes)
-        return found
+        args = copy.copy(self.args)
+        vars(args).update(changes)
+        return args
 
     def of_length(self, tokens: int) -> Model:
         """Returns the same model with samples of ``tokens`` tokens."""
@@ -69,8 +69,8 @@ class Model:
     @property
     def parameters(self) -> float:
         """Parameters of the whole model. The embedding counts once, as in the model names of the paper."""
-        found = parameters(self.whole)
-        return sum(layer.all for layer in found.layers) + found.table.all + found.last.all
+        counts = parameters(self.whole)
+        return sum(layer.all for layer in counts.layers) + counts.table.all + counts.last.all
 
     @cached_property
     def flops_a_token(self) -> float:
@@ -79,7 +79,7 @@ class Model:
         Causal attention counts half, as in Megatron's logs.
         """
         kinds = {experts: layer_work(self.whole, experts=experts).flops for experts in set(self.whole.where)}
-        return 3 * (sum(kinds[each] for each in self.whole.where) + output_layer(self.whole).flops)
+        return 3 * (sum(kinds[experts] for experts in self.whole.where) + output_layer(self.whole).flops)
 
 
 def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
@@ -145,6 +145,6 @@ def find_model(model: str) -> Model:
         close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
         raise PlanError(f"{name!r} is neither a model known by name nor a file: {hint}", "model")
-    found = Model(name, f"{flags}\n{dashes}{more}")
-    _ = found.args  # raises if the flags describe no model
-    return found
+    known = Model(name, f"{flags}\n{dashes}{more}")
+    _ = known.args  # raises if the flags describe no model
+    return known

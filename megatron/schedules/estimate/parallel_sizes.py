@@ -44,8 +44,8 @@ class Sizes:
         if not self.optimizer_instances:
             return 1, 1
         dense, experts = self.tensor * self.pipeline, self.expert_tensor * self.expert * self.pipeline
-        each = self.world // self.optimizer_instances
-        return max(1, each // dense), max(1, each // experts)
+        sharing = self.world // self.optimizer_instances
+        return max(1, sharing // dense), max(1, sharing // experts)
 
     def divisible(self, words: int, multiple: int) -> int:
         """Smallest vocabulary, at least ``words``, that all tensor and pipeline ranks share evenly.

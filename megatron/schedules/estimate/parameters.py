@@ -61,23 +61,23 @@ class Parameters:
             rank_of: the rank of each stage.
             shared: true under vocabulary parallelism.
         """
-        found = [Count()] * (max(rank_of) + 1)
+        of_ranks = [Count()] * (max(rank_of) + 1)
         begin = 0
         for stage, (count, rank) in enumerate(zip(counts, rank_of, strict=True)):
             for layer in self.layers[begin : begin + count]:
-                found[rank] = found[rank].plus(layer)
+                of_ranks[rank] = of_ranks[rank].plus(layer)
             begin += count
             if stage == 0:
-                found[rank] = found[rank].plus(self.first)
+                of_ranks[rank] = of_ranks[rank].plus(self.first)
             if stage == len(counts) - 1:
-                found[rank] = found[rank].plus(self.last).plus(self.ahead)
+                of_ranks[rank] = of_ranks[rank].plus(self.last).plus(self.ahead)
         if shared:
-            part = Count(2 * self.table.dense / len(found))
-            return [each.plus(part) for each in found]
+            part = Count(2 * self.table.dense / len(of_ranks))
+            return [rank.plus(part) for rank in of_ranks]
         # Even if tied, the first and the last stage have a copy each.
         for rank in (rank_of[0], rank_of[-1]):
-            found[rank] = found[rank].plus(self.table)
-        return found
+            of_ranks[rank] = of_ranks[rank].plus(self.table)
+        return of_ranks
 
 
 def parameters(build: Build) -> Parameters:
@@ -95,7 +95,7 @@ def parameters(build: Build) -> Parameters:
             ahead = ahead.plus(kinds[build.kind_ahead])
             ahead = ahead.plus(_counted(build, build.kind_ahead, Count(joined + 3 * norm), joined))
     last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
-    return Parameters(table, positions, tuple(kinds[each] for each in build.kinds), last, ahead)
+    return Parameters(table, positions, tuple(kinds[kind] for kind in build.kinds), last, ahead)
 
 
 def _norm(build: Build, width: int) -> float:
@@ -129,9 +129,9 @@ def _counted(build: Build, kind: Kind, count: Count, linears: float) -> Count:
 
 
 def _weights(linears: Sequence[Product]) -> float:
-    return sum(each.parts * each.inner * each.out for each in linears)
+    return sum(linear.parts * linear.inner * linear.out for linear in linears)
 
 
 def _mlp(build: Build, linears: Sequence[Product]) -> float:
-    biases = sum(each.parts * each.out for each in linears) if build.biases else 0.0
+    biases = sum(linear.parts * linear.out for linear in linears) if build.biases else 0.0
     return _weights(linears) + biases

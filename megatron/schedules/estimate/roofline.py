@@ -136,4 +136,4 @@ def corrections(profile: JobProfile, device: Device, model: Model) -> PassTimes:
     build = built(args)
     # tools/profile_passes.py measures in bf16.
     assumed = layer_times(build, Roofline(device), build.tokens, Kind(any(build.where)))
-    return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))
+    return PassTimes(*(seconds / guess for seconds, guess in zip(profile.layer_seconds, assumed, strict=True)))

@@ -123,8 +123,8 @@ def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> t
     if not any(build.where):
         return 0.0, 0.0
     of_experts = expert_messages(build, layer_work(build, experts=True), prices, tokens)
-    mean, found = loads(build, prices, tokens).mean, of_experts * fmean(build.where)
-    return found / mean.forward, found / mean.input_grad
+    mean, waiting = loads(build, prices, tokens).mean, of_experts * fmean(build.where)
+    return waiting / mean.forward, waiting / mean.input_grad
 
 
 def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
@@ -145,8 +145,10 @@ def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> 
 def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE) -> PassTimes:
     """Times of one decoder layer. Attention itself is never quantized."""
     work = layer_work(build, experts=kind.experts)
-    times = [_linear(build, each, prices, tokens, quantized=kind.quantized) for each in (*work.attention, *work.mlp)]
-    forward, input_grad, weight_grad = (sum(each) for each in zip(*times, strict=True))
+    times = [
+        _linear(build, linear, prices, tokens, quantized=kind.quantized) for linear in (*work.attention, *work.mlp)
+    ]
+    forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
     scores, (moved_forward, moved_backward) = work.scores * tokens, work.moved
     forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
     input_grad += prices.attention(_backward(build) * scores, backward=True)
@@ -160,33 +162,33 @@ def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
     """Times of the output layer with the loss."""
     output, quantized = output_layer(build), build.output_quantized
     forward, input_grad, weight_grad = _linear(build, output, prices, tokens, quantized=quantized)
-    moved = [prices.stream(each * tokens * build.shape.vocabulary / build.tensor, 0) for each in _MOVED_BY_LOGITS]
+    moved = [prices.stream(moved * tokens * build.shape.vocabulary / build.tensor, 0) for moved in _MOVED_BY_LOGITS]
     return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
 
 
 def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
     inner, out, rows, parts = product
-    each, how = tokens * rows / parts, build.quantized if quantized else None
+    rows_of_part, how = tokens * rows / parts, build.quantized if quantized else None
     speed = 1.0 if how is None else how.speed
-    found = PassTimes(
-        parts * prices.product(each, out, inner, speed=speed),
-        parts * prices.product(each, inner, out, speed=speed),
+    times = PassTimes(
+        parts * prices.product(rows_of_part, out, inner, speed=speed),
+        parts * prices.product(rows_of_part, inner, out, speed=speed),
         # Added to gradients in single precision: read and written.
-        parts * prices.product(out, inner, each, bytes_out=8, speed=speed),
+        parts * prices.product(out, inner, rows_of_part, bytes_out=8, speed=speed),
     )
     if how is None:
-        return found
+        return times
     # Each number is read in bf16, perhaps for its scale first, and written by rows and by columns.
     moved = tokens * rows * ((4.0 if how.scales_now else 2.0) + 2 * how.operand)
-    return found._replace(
-        forward=found.forward + prices.stream(moved * inner), input_grad=found.input_grad + prices.stream(moved * out)
+    return times._replace(
+        forward=times.forward + prices.stream(moved * inner), input_grad=times.input_grad + prices.stream(moved * out)
     )
 
 
 def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
     """Time of experts' messages and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
-    found = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
-    return found + expert_messages(build, work, prices, tokens)
+    shared = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
+    return shared + expert_messages(build, work, prices, tokens)
 
 
 def _backward(build: Build) -> float:

@@ -50,7 +50,7 @@ class Work(NamedTuple):
     @property
     def flops(self) -> float:
         """FLOPs per token, forward."""
-        return self.scores + sum(each.flops for each in (*self.attention, *self.mlp))
+        return self.scores + sum(linear.flops for linear in (*self.attention, *self.mlp))
 
     def share(self, module: str, speed: float = 1.0) -> float:
         """Share of the forward's time that ``module``, by Megatron's name, needs; 0 for small modules.
@@ -59,7 +59,7 @@ class Work(NamedTuple):
             module: the module.
             speed: speed of linears relative to attention's, in FLOPs.
         """
-        attention, mlp = (sum(each.flops for each in linears) / speed for linears in (self.attention, self.mlp))
+        attention, mlp = (sum(linear.flops for linear in linears) / speed for linears in (self.attention, self.mlp))
         up = self.projected_up / speed
         modules = {"core_attn": self.scores, "mla_up_proj": up, "moe" if self.experts else "mlp": mlp}
         return modules.get(module, 0.0) / (self.scores + attention + mlp)
@@ -82,7 +82,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
         scores=shape.sequence * scored,
         moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
         routed=2.0 * shape.hidden * shape.experts.chosen / tensor if experts and shape.experts is not None else 0.0,
-        projected_up=sum(each.flops for each in linears if each.inner in compressed),
+        projected_up=sum(linear.flops for linear in linears if linear.inner in compressed),
         experts=experts and shape.experts is not None,
     )
 
@@ -119,10 +119,10 @@ def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: 
     return Product(hidden, wide, rows, parts), Product(inner / tensor, hidden, rows, parts)
 
 
-def _experts(build: Build, found: Experts) -> tuple[tuple[Product, ...], float]:
+def _experts(build: Build, experts: Experts) -> tuple[tuple[Product, ...], float]:
     """Linears of the experts, and their inner width for one token."""
-    rows = found.chosen * build.expert_tensor / build.tensor
-    linears = _linears(build, found.inner, build.expert_tensor, rows, max(1.0, found.number))
-    if found.shared:
-        linears += _linears(build, found.shared, build.tensor)
-    return linears, found.inner * found.chosen + found.shared
+    rows = experts.chosen * build.expert_tensor / build.tensor
+    linears = _linears(build, experts.inner, build.expert_tensor, rows, max(1.0, experts.number))
+    if experts.shared:
+        linears += _linears(build, experts.shared, build.tensor)
+    return linears, experts.inner * experts.chosen + experts.shared
