@@ -37,10 +37,13 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipline-memory-limit=0.5",
         "--pipline-memory-limit is unknown: did you mean --pipeline-memory-limit?",
     ),
-    "a schedule without a name": ("--pipeline-schedule=", "--pipeline-schedule: unknown schedule '': use one of 1f1b"),
+    "a schedule without a name": (
+        "--pipeline-schedule=",
+        "--pipeline-schedule: unknown schedule '': use one of auto, 1f1b",
+    ),
     "costs without a schedule": (
         "--pipeline-costs 1,2,3",
-        "--pipeline-costs goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-costs goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "a limit without a schedule": (
         "--pipeline-memory-limit 0.8 --pipeline-costs 1,2,3",
@@ -52,7 +55,7 @@ REFUSED = {
     ),
     "a dry run without a schedule": (
         "--pipeline-dry-run",
-        "--pipeline-dry-run goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-dry-run goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "a dry run on no GPUs": (
         "--pipeline-schedule v-half --pipeline-dry-run 0",
@@ -72,7 +75,7 @@ REFUSED = {
     ),
     "a shared vocabulary without a schedule": (
         "--pipeline-vocabulary-parallel",
-        "--pipeline-vocabulary-parallel goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-vocabulary-parallel goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "a shared vocabulary and multi-token prediction": (
         "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --mtp-num-layers 1",
@@ -101,7 +104,7 @@ REFUSED = {
     ),
     "plans for lengths without a schedule": (
         "--pipeline-plan-lengths",
-        "--pipeline-plan-lengths goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-plan-lengths goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "plans for lengths where replicas share experts": (
         "--pipeline-schedule v-half --pipeline-plan-lengths --expert-model-parallel-size 2",
@@ -254,7 +257,7 @@ REFUSED = {
     ),
     "a file that is no schedule": (
         "--pipeline-schedule {folder}/license.csv",
-        "--pipeline-schedule: CSV row 2, cell 1",
+        "--pipeline-schedule: license.csv: CSV row 2, cell 1",
     ),
     "chunks for another schedule": (
         "--pipeline-schedule v-half:4",
@@ -368,7 +371,7 @@ REFUSED = {
     ),
     "layers placed without a schedule": (
         "--pipeline-layers auto",
-        "--pipeline-layers goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-layers goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "an order that is given, planned again": (
         "--pipeline-schedule x.csv --pipeline-replan",
@@ -380,7 +383,7 @@ REFUSED = {
     ),
     "planning again without a schedule": (
         "--pipeline-replan",
-        "--pipeline-replan goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-replan goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "a limit measured for a schedule that has its own": (
         "--pipeline-schedule v-half --pipeline-memory-limit auto",
@@ -413,7 +416,7 @@ REFUSED = {
     ),
     "a timeline without a schedule": (
         "--pipeline-measure out",
-        "--pipeline-measure goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-measure goes with --pipeline-schedule: name one of auto, 1f1b",
     ),
     "a conversion to a format that does not say where layers are": (
         "--pipeline-schedule v-half --ckpt-convert-format torch",

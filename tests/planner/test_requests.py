@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.uneven_layers import uneven
-from megatron.schedules.planner.registry import CHOICES, NAMES, Request, describe, placement, plan, stages
+from megatron.schedules.planner.registry import NAMES, WRITTEN, Request, describe, placement, plan, stages
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.text_forms import to_csv
@@ -47,8 +47,8 @@ def refused(request: Request) -> str:
         ),
         (Request("v-haf", 4, 8), "unknown schedule 'v-haf': did you mean v-half?"),
         (Request("V-Half", 4, 8), "unknown schedule 'V-Half': did you mean v-half?"),
-        (Request("gpipe?", 4, 8), f"unknown schedule 'gpipe?': use one of {', '.join(CHOICES)}"),
-        (Request("two\nlines", 4, 8), f"unknown schedule 'two\\nlines': use one of {', '.join(CHOICES)}"),
+        (Request("gpipe?", 4, 8), f"unknown schedule 'gpipe?': use one of {', '.join(WRITTEN)}"),
+        (Request("two\nlines", 4, 8), f"unknown schedule 'two\\nlines': use one of {', '.join(WRITTEN)}"),
         (
             Request("file", 4, 8),
             "schedule 'file' needs a CSV: name it in place of the schedule, such as mine.csv",

@@ -18,7 +18,7 @@ from megatron.schedules.cli.options import FLAGS, plan_of, plans_of, schedule_fl
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.registry import AUTO, CHOICES, NAMES, describe
+from megatron.schedules.planner.registry import AUTO, CHOICES, NAMES, WRITTEN, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, PICTURES, Drawing, check_library, drawn, of_plans, of_run, picture
@@ -36,7 +36,8 @@ _LIMITING = 0.02  # least bubble that uneven ranks leave, from which a line says
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # \b keeps click from joining the lines.
-_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in (*NAMES, AUTO))])
+_LINES = (f"  {written.ljust(18)}{describe(name)}" for written, name in WRITTEN.items())
+_SCHEDULES = "\n".join(["\b", "Schedules:", *_LINES])
 
 _one = schedule_flag(multiple=False, more="The list of names is below.")
 _several = schedule_flag(
@@ -83,7 +84,7 @@ def _plan(
 ) -> None:
     """Plan one schedule: its order, timeline, bubble and activation memory."""
     if schedule is None:
-        raise PlanError(f"--schedule is missing: name one of {', '.join(CHOICES)}")
+        raise PlanError(f"--schedule is missing: name one of {', '.join(WRITTEN)}")
     form = _form(form, output, _PLAN_FORMS)
     plans = plans_of([schedule], [], **size)
     job = plan_of(plans.specs[0])

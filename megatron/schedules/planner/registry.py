@@ -201,6 +201,8 @@ CHOICES = tuple(_ENTRIES)
 """All that a user may name."""
 NAMES = tuple(name for name in CHOICES if name != AUTO)
 """Schedules that a plan may have."""
+WRITTEN = {"FILE.csv" if name == "file" else name: name for name in (AUTO, *NAMES)}
+"""All that a user may name, as the user writes it."""
 
 
 def describe(name: str) -> str:
@@ -307,7 +309,7 @@ def planned_makespan(request: Request, planned: Callable[[Request], Schedule]) -
 def _entry(name: str) -> _Entry:
     if name not in _ENTRIES:
         close = difflib.get_close_matches(name.lower(), CHOICES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(CHOICES)}"
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(WRITTEN)}"
         raise PlanError(f"unknown schedule {name!r}: {hint}", "schedule")
     return _ENTRIES[name]
 

@@ -16,7 +16,7 @@ from megatron.schedules.integration.layers.model_shape import hybrid_pattern, sh
 from megatron.schedules.job import values
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
 from megatron.schedules.measure.profile_facts import Facts
-from megatron.schedules.planner.registry import CHOICES, check_parts
+from megatron.schedules.planner.registry import WRITTEN, check_parts
 from megatron.schedules.utils.errors import PlanError
 
 
@@ -68,7 +68,7 @@ def check_unscheduled(args: Any) -> None:
     check_parts([part for part, is_given in given.items() if is_given], [], FLAGS)
     for flag in OURS:
         if getattr(args, megatron_flags.attribute(flag)) not in (None, False, "none"):
-            raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(CHOICES)}")
+            raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(WRITTEN)}")
 
 
 def _stock_layers(args: Any) -> StockLayers:

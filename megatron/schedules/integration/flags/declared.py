@@ -12,7 +12,7 @@ from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.flags import SHARED, STALL_VARIABLE, TRAINING, flags_of
-from megatron.schedules.planner.registry import AUTO, NAMES, describe
+from megatron.schedules.planner.registry import WRITTEN, describe
 
 # Flag of each part of a request, and of other settings.
 FLAGS = {
@@ -41,7 +41,7 @@ _SWITCHES = {
 # Help text for flags that the command line also has, for training only.
 _IN_TRAINING = {
     "schedule": "Megatron's own schedule without the flag. "
-    + "; ".join(f"{each}: {describe(each)}" for each in (AUTO, *NAMES)),
+    + "; ".join(f"{written}: {describe(name)}" for written, name in WRITTEN.items()),
     "memory-limit": "GiB count as a dry run does. --pipeline-schedule auto takes what GPUs have left beside weights "
     "and optimizer without this flag. auto: the job begins within a third of 1F1B's, measures what is "
     "left, and plans again for that (--pipeline-replan is implied).",
