@@ -87,4 +87,4 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     assert tuple(plan["layers"]) == asked.request.layers_on(asked.schedule.placement)
     for part, held in asked.memory[asked.worst].parts.items():
         assert row[f"{part}_bytes"] == pytest.approx(held), part
-    assert row["fits"] == (row["together_bytes"] <= 80 * 2**30)
+    assert row["fits"] == asked.fits(80 * 2**30)
