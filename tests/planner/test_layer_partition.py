@@ -18,9 +18,13 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
+from megatron.schedules.schedule.placement import zigzag
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.search.climb import Trials
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.progress import Progress
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 COSTS = Costs.of(1, 1.1, 0.75, 0.05)
@@ -238,3 +242,26 @@ def test_adaptive_reports_all_parts_of_its_search(ends: float):
     partition_layers(asked("adaptive", 3, 6, 12, ends, memory_limit=0.6, chunk_choices=(1, 2)), shares.append)
     assert sum(shares) == pytest.approx(1)
     assert max(shares) < 0.9
+
+
+def test_the_plan_that_is_compared_with_even_layers_need_not_be_made_again():
+    planned: list[Request] = []
+
+    def recorded(request: Request, progress: Progress) -> Schedule:
+        planned.append(request)
+        return plan(request, progress)
+
+    found = partition_layers(asked("adaptive", 2, 4, 4, 0.0), planned=recorded)
+    assert len(planned) > 1
+    assert found in planned
+
+
+def test_a_trial_that_ends_early_is_never_taken_for_shorter_than_its_climb():
+    request = asked("adaptive", 3, 6, 12)
+    full, hopeless = (Trials(zigzag(3, 2), 6, 2.0, 40) for _ in range(2))
+    for layers in ((2,) * 6, (3, 1, 2, 2, 2, 2), (2, 2, 2, 2, 3, 1)):
+        costs = with_layers(request, layers).costs_on(zigzag(3, 2))
+        first = not hopeless.schedule
+        reached, early = full.makespan(costs), hopeless.makespan(costs, 1.0)
+        assert early >= reached - 1e-9
+        assert early == reached or not first  # nothing is known yet of what climbs gain

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
 from megatron.schedules.planner.adaptive import effort, expected_seconds, limit_in_microbatches, placements
-from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, few_microbatches, with_layers
-from megatron.schedules.planner.registry import (
-    Request,
-    follows_costs,
-    placement,
-    plan,
-    planned_makespan,
+from megatron.schedules.planner.partition_plans import (
+    CLEARLY,
+    Partition,
+    Planned,
+    few_microbatches,
+    levelled,
+    with_layers,
 )
+from megatron.schedules.planner.registry import Request, follows_costs, placement, plan, planned_makespan
 from megatron.schedules.schedule.kinds import COMPUTING, Kind
-from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -45,8 +45,9 @@ _FEWEST_PLANS = 24
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
 _FEWEST_ROUNDS, _PASSES, _FINAL_PASSES = 16, 200_000, 1_250_000
 # From a local optimum, so many random moves are made. Each has so many attempts to find a move whose bound is within
-# this factor of the best plan. The full search may also gain this factor over a climb.
-_STEPS, _TRIES, _NEAR = 2, 50, 1.01
+# this factor of the best plan. The full search may also gain this factor over a climb. Random moves of ``adaptive`` end
+# if the later half of all plans gained nothing, but not before so many plans.
+_STEPS, _TRIES, _NEAR, _PATIENCE = 2, 50, 1.01, 100
 # Python time for each stage of a bound, in passes that the compiled function schedules. All bounds may take this many
 # times the effort of all plans.
 _BOUND, _BOUNDS = 60, 4
@@ -59,7 +60,9 @@ _FEWEST_CHECKED, _MOST_CHECKED, _FULLY_CHECKED = 4, 64, 8
 _MOST_MOVES = 1_600
 
 
-def partition_layers(request: Request, progress: Progress = unheard) -> Request:
+def partition_layers(
+    request: Request, progress: Progress = unheard, planned: Callable[[Request, Progress], Schedule] = plan
+) -> Request:
     """Returns ``request`` with the layer partition of the shortest plan found.
 
     ``adaptive`` gets the placement of that plan, too. The plan is never longer than with even layers. With up to about
@@ -70,6 +73,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     Args:
         request: the request; its costs have a model.
         progress: receives the progress of the search.
+        planned: plans a request with its partition settled, which a cache may then hold.
 
     Raises:
         PlanError: if no partition can be planned.
@@ -87,8 +91,9 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.partition, (shortest.placement.chunks,), shortest.schedule)
     if request.schedule == "adaptive":
-        placements = [search.placement for search in _near(searches) if search.even_within(CLEARLY * shortest.makespan)]
-        best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
+        placements = [search.placement for search in _near(searches) if search.even_within(_NEAR * shortest.makespan)]
+        even = _hopeful(around_one, best, shortest.makespan, placements)
+        best = _shortest([replace(each, costs=request.costs) for each in (best, *even)], planned, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
 
@@ -128,17 +133,14 @@ def _whole_search(request: Request) -> float:
     return effort(request.ranks, expected_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 
-def _or_even(
-    request: Request, found: Request, climbed: float, placements: Sequence[Placement], progress: Progress
-) -> Request:
-    """Returns ``found``, or even layers if the full search finds a shorter plan with them.
+def _hopeful(request: Request, found: Request, climbed: float, placements: Sequence[Placement]) -> list[Request]:
+    """Returns ``request`` with even layers on each placement where a full search might be shorter than ``found``.
 
     Args:
         request: the request as it was made.
         found: the request with its partition settled.
         climbed: makespan of a climb's plan for ``found``.
         placements: placements where even layers were not clearly longer after a climb.
-        progress: receives the progress of the comparison.
     """
     model = request.costs.model
     assert model is not None
@@ -149,11 +151,18 @@ def _or_even(
         fits = on_stages.least(where) <= limit + EPSILON
         if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
             even.append(other)
-    if not even:
-        return found
-    candidates, share = (found, *even), 1 / (1 + len(even))
-    planned = partial(plan, progress=lambda part: progress(share * part))
-    return min(candidates, key=lambda each: planned_makespan(each, planned))
+    return even
+
+
+def _shortest(
+    requests: Sequence[Request], planned: Callable[[Request, Progress], Schedule], progress: Progress
+) -> Request:
+    """Returns the request with the shortest plan after a full search."""
+    if len(requests) == 1:
+        return requests[0]
+    share = 1 / len(requests)
+    search = partial(planned, progress=lambda part: progress(share * part))
+    return min(requests, key=lambda each: planned_makespan(each, search))
 
 
 def placed(
@@ -188,18 +197,6 @@ def as_layout(partition: Partition, ahead: int = 0) -> str:
     return "|".join(stages)
 
 
-def levelled(model: ModelLoads, where: Placement) -> Partition:
-    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
-    ends = [0.0] * where.stages
-    for stage, part in ((0, model.first), (where.last_stage, model.last)):
-        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
-    counts = [0] * where.stages
-    for _ in model.layers:
-        rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
-        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
-    return tuple(counts)
-
-
 @dataclass(frozen=True)
 class _Found:
     partition: Partition
@@ -228,6 +225,7 @@ class _Search:
         alike = few == request.microbatches and not self._climbs
         final = _rounds(_FINAL_ROUNDS, _FINAL_PASSES, where, request.microbatches)
         self._whole = self._planned if alike else Planned(request, where, self._limit, final)
+        self._beside = self._planned if self._climbs else self._whole
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
         checked = self._plans_of(request.microbatches) * _FULLY_CHECKED // max(_FULLY_CHECKED, where.ranks)
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, checked))
@@ -241,7 +239,7 @@ class _Search:
     @property
     def checks(self) -> float:
         """Largest effort of the final checks, in the same unit."""
-        return (1 + _FINALISTS + self._most_checked) * self._whole.effort
+        return (1 + _FINALISTS) * self._whole.effort + self._most_checked * self._beside.effort
 
     @property
     def interpreted(self) -> float:
@@ -260,17 +258,17 @@ class _Search:
         self._best, self.length = min(ends, key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
-        """Continues with random moves until all plans are used."""
-        draw = random.Random(0)
+        """Continues with random moves until all plans are used, or ``adaptive`` gained nothing for half of them."""
+        draw, gained = random.Random(0), self._planned.count
         for _ in range(self._most):
-            if self._spent:
+            if self._spent or (self._climbs and self._planned.count > max(_PATIENCE, 2 * gained)):
                 break
             other = self._best
             for _ in range(_STEPS):
                 other = self._aside(other, _NEAR * self.length, draw)
             other, now = self._down(other, progress)
             if now < self.length - EPSILON:
-                self._best, self.length = other, now
+                self._best, self.length, gained = other, now, self._planned.count
 
     @property
     def _spent(self) -> bool:
@@ -300,7 +298,7 @@ class _Search:
                 known = self._planned.count
                 if known >= self._most:
                     break
-                now = self._planned.makespan(moved)
+                now = self._planned.makespan(moved, length)
                 progress((self._planned.count - known) / self._most)
                 if now < length - EPSILON:
                     partition, length, gained = moved, now, True
@@ -310,28 +308,33 @@ class _Search:
     def checked(self, progress: Progress, shortest: float) -> _Found:
         """Shortest among the best partitions of the search, the even one, and those one layer away from it.
 
-        All are planned as requested, or, for ``adaptive``, by longer climbs. Partitions that cannot be shorter than
-        ``shortest``, the best of other placements, are left out.
+        All are planned as requested. For ``adaptive``, short climbs choose which of them get a longer one. Partitions
+        that cannot be shorter than ``shortest``, the best of other placements, are left out.
         """
-        whole, share = self._whole, 1 / (1 + _FINALISTS + self._most_checked)
+        whole, most = self._whole, self._most_checked
         microbatches, best, length = self._request.microbatches, self._even, math.inf
+        share, share_beside = (plans.effort / self.checks for plans in (whole, self._beside))
+        if self._climbs:
+            for _, other in islice(self._shorter(self._even, self.length, self._beside.microbatches), most):
+                self._beside.makespan(other, self.length)
+                progress(share_beside)
         finalists = self._planned.shortest(_FINALISTS)
         # A named schedule may hold as many microbatches as its first plan does.
         for other in (*finalists, self._even) if self._climbs else (self._even, *finalists):
             hope = min(length, shortest) - EPSILON
             if not self._climbs or self._bound(other, microbatches) < hope:
-                now = whole.makespan(other)
+                now = whole.makespan(other, hope)
                 if now < length:
                     best, length = other, now
             progress(share)
             if length > _NEAR * shortest:
-                return _Found(best, self.placement, length, whole.schedule)
-        least = min(length, shortest)
-        for bound, other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
-            hopeful = bound < least - EPSILON and not self._planned.clearly_longer(other)
-            if hopeful and (now := whole.makespan(other)) < least - EPSILON:
-                best, least, length = other, now, now
-            progress(share)
+                break
+        else:
+            least = min(length, shortest)
+            for bound, other in () if self._climbs else islice(self._shorter(self._even, least, microbatches), most):
+                if bound < least - EPSILON and (now := whole.makespan(other)) < least - EPSILON:
+                    best, least, length = other, now, now
+                progress(share_beside)
         return _Found(best, self.placement, length, whole.schedule)
 
     def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:

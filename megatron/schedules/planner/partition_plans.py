@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
+from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -72,21 +73,17 @@ class Planned:
         """Returns the ``number`` partitions with the shortest plans, shortest first."""
         return sorted(self._known, key=lambda partition: (self._known[partition], partition))[:number]
 
-    def clearly_longer(self, partition: Partition) -> bool:
-        """Returns True if a climb shows that this partition is not among the best.
-
-        Always False for named schedules, which need no climb.
-        """
-        return self._climbs and self.makespan(partition) > CLEARLY * min(self._known.values())
-
     @property
     def microbatches(self) -> int:
         return self._request.microbatches
 
-    def makespan(self, partition: Partition) -> float:
-        """Makespan of the plan for ``partition``; infinite if it needs too much memory."""
+    def makespan(self, partition: Partition, hope: float = math.inf) -> float:
+        """Makespan of the plan for ``partition``; infinite if it needs too much memory.
+
+        A climb that does not come near ``hope`` ends early, with a longer makespan.
+        """
         if partition not in self._known:
-            self._known[partition] = self._climbed(partition) if self._climbs else self._named(partition)
+            self._known[partition] = self._climbed(partition, hope) if self._climbs else self._named(partition)
         return self._known[partition]
 
     def _named(self, partition: Partition) -> float:
@@ -98,14 +95,26 @@ class Planned:
         self._most = self._most or held
         return timeline.makespan if held <= self._most + EPSILON else math.inf
 
-    def _climbed(self, partition: Partition) -> float:
+    def _climbed(self, partition: Partition, hope: float) -> float:
         if self._trials is None:
             from megatron.schedules.search.climb import Trials
 
             self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
-        return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))
+        return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement), hope)
 
 
 def with_layers(request: Request, partition: Partition) -> Request:
     """Returns ``request`` with this layer partition settled."""
     return replace(request, decisions=replace(request.decisions, layers=partition), partition=False)
+
+
+def levelled(model: ModelLoads, where: Placement) -> Partition:
+    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
+    ends = [0.0] * where.stages
+    for stage, part in ((0, model.first), (where.last_stage, model.last)):
+        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
+    counts = [0] * where.stages
+    for _ in model.layers:
+        rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
+        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
+    return tuple(counts)
