@@ -18,9 +18,11 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.progress import Progress
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 COSTS = Costs.of(1, 1.1, 0.75, 0.05)
@@ -238,3 +240,15 @@ def test_adaptive_reports_all_parts_of_its_search(ends: float):
     partition_layers(asked("adaptive", 3, 6, 12, ends, memory_limit=0.6, chunk_choices=(1, 2)), shares.append)
     assert sum(shares) == pytest.approx(1)
     assert max(shares) < 0.9
+
+
+def test_the_plan_that_is_compared_with_even_layers_need_not_be_made_again():
+    planned: list[Request] = []
+
+    def recorded(request: Request, progress: Progress) -> Schedule:
+        planned.append(request)
+        return plan(request, progress)
+
+    found = partition_layers(asked("adaptive", 2, 4, 4, 0.0), planned=recorded)
+    assert len(planned) > 1
+    assert found in planned

@@ -289,7 +289,7 @@ def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:
     room, job = MESSAGES, JobPlan(spec, make(limited.request))
     while limited.limit is not None and limited.limit.size is not None:
         held = max(job.messages)
-        if held <= room:
+        if held <= room or (job.memory and _held(job) <= limited.limit.size):
             break
         if job.request.schedule == "adaptive":
             plan, settled = job.plan, make(limited.within(job.request, held))

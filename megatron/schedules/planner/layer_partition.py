@@ -11,21 +11,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
 from megatron.schedules.planner.adaptive import effort, expected_seconds, limit_in_microbatches, placements
 from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, few_microbatches, with_layers
-from megatron.schedules.planner.registry import (
-    Request,
-    follows_costs,
-    placement,
-    plan,
-    planned_makespan,
-)
+from megatron.schedules.planner.registry import Request, follows_costs, placement, plan, planned_makespan
 from megatron.schedules.schedule.kinds import COMPUTING, Kind
 from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
@@ -59,7 +52,9 @@ _FEWEST_CHECKED, _MOST_CHECKED, _FULLY_CHECKED = 4, 64, 8
 _MOST_MOVES = 1_600
 
 
-def partition_layers(request: Request, progress: Progress = unheard) -> Request:
+def partition_layers(
+    request: Request, progress: Progress = unheard, planned: Callable[[Request, Progress], Schedule] = plan
+) -> Request:
     """Returns ``request`` with the layer partition of the shortest plan found.
 
     ``adaptive`` gets the placement of that plan, too. The plan is never longer than with even layers. With up to about
@@ -70,6 +65,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     Args:
         request: the request; its costs have a model.
         progress: receives the progress of the search.
+        planned: plans a request with its partition settled, which a cache may then hold.
 
     Raises:
         PlanError: if no partition can be planned.
@@ -88,7 +84,8 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     best = placed(around_one, shortest.partition, (shortest.placement.chunks,), shortest.schedule)
     if request.schedule == "adaptive":
         placements = [search.placement for search in _near(searches) if search.even_within(CLEARLY * shortest.makespan)]
-        best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
+        even = _hopeful(around_one, best, shortest.makespan, placements)
+        best = _shortest([replace(each, costs=request.costs) for each in (best, *even)], planned, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
 
@@ -128,17 +125,14 @@ def _whole_search(request: Request) -> float:
     return effort(request.ranks, expected_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 
-def _or_even(
-    request: Request, found: Request, climbed: float, placements: Sequence[Placement], progress: Progress
-) -> Request:
-    """Returns ``found``, or even layers if the full search finds a shorter plan with them.
+def _hopeful(request: Request, found: Request, climbed: float, placements: Sequence[Placement]) -> list[Request]:
+    """Returns ``request`` with even layers on each placement where a full search might be shorter than ``found``.
 
     Args:
         request: the request as it was made.
         found: the request with its partition settled.
         climbed: makespan of a climb's plan for ``found``.
         placements: placements where even layers were not clearly longer after a climb.
-        progress: receives the progress of the comparison.
     """
     model = request.costs.model
     assert model is not None
@@ -149,11 +143,21 @@ def _or_even(
         fits = on_stages.least(where) <= limit + EPSILON
         if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
             even.append(other)
-    if not even:
-        return found
-    candidates, share = (found, *even), 1 / (1 + len(even))
-    planned = partial(plan, progress=lambda part: progress(share * part))
-    return min(candidates, key=lambda each: planned_makespan(each, planned))
+    return even
+
+
+def _shortest(
+    requests: Sequence[Request], planned: Callable[[Request, Progress], Schedule], progress: Progress
+) -> Request:
+    """Returns the request with the shortest plan after a full search."""
+    if len(requests) == 1:
+        return requests[0]
+    share = 1 / len(requests)
+
+    def search(request: Request) -> Schedule:
+        return planned(request, lambda part: progress(share * part))
+
+    return min(requests, key=lambda request: planned_makespan(request, search))
 
 
 def placed(

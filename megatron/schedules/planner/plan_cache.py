@@ -97,7 +97,9 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
         start = ScheduleForm.of(made.start) if made.start else None
         return _Layers(made.decisions.layers or (), made.chunk_choices, start)
 
-    made = _cached(f"layers-{_key(plain)}", _Layers, read, lambda: partition_layers(plain, progress), form_of)
+    made = _cached(
+        f"layers-{_key(plain)}", _Layers, read, lambda: partition_layers(plain, progress, cached_plan), form_of
+    )
     return placed(request, made.decisions.layers or (), made.chunk_choices, made.start)
 
 

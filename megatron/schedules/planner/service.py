@@ -36,11 +36,14 @@ _AUTO_SECONDS, _LEAST_SECONDS, _PARTITION_SECONDS = 40.0, 2.0, 10.0
 # Largest memory of a rank that auto searches with, as a fraction of 1F1B's. With more memory, searches take longer and
 # do not find shorter plans.
 _ENOUGH = 1.0
+# A schedule by name within this factor of the searched plan may be shorter with a layer partition of its own, which is
+# found much faster.
+_NEAR = 1.05
 # Iteration times with a smaller relative difference count as equal.
 _ROUNDING = 1e-9
 # Vocabulary parallelism is tried if ranks idle for at least this share of the time, and ranks x microbatches is at most
-# this number.
-_LEAST_IDLE, _MOST_TRIED = 0.02, 4096
+# this number. The plan for that gets so many seconds: only whole per cents of its gain are shown.
+_LEAST_IDLE, _MOST_TRIED, _TRIAL_SECONDS = 0.02, 4096, 0.5
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Plan:
             chunk_choices=(max((c for c in request.chunk_choices if layers % (c * ranks) == 0), default=1),),
             costs=replace(costs, model=replace(costs.model, shared_vocabulary=True), memory=costs.in_shares),
             memory_limit=self.request.memory_limit,
-            search_seconds=_LEAST_SECONDS,
+            search_seconds=_TRIAL_SECONDS,
             start=None,
             partition=False,
             recompute=False,
@@ -201,15 +204,16 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
 def or_named(found: Plan) -> Plan:
     """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter.
 
-    The layers of that schedule are even, or partitioned for it if that is shorter still.
+    The layers of that schedule are even, or partitioned for it if that is shorter still. It may be longer with even
+    layers.
     """
     request = replace(found.asked, memory_limit=found.request.memory_limit)
     fitting = filter(request.allows, found.named)
-    shorter = [line for line in fitting if line.makespan < (1 - _ROUNDING) * found.iteration_time]
-    if not shorter:
+    near = [line for line in fitting if line.makespan < _NEAR * found.iteration_time]
+    if not near:
         return found
-    best = min(shorter, key=lambda line: line.makespan)
-    plans = [by_name(found, best)]
+    best = min(near, key=lambda line: line.makespan)
+    plans = [found, by_name(found, best)] if best.makespan < (1 - _ROUNDING) * found.iteration_time else [found]
     if request.partition and request.layers_on(best.schedule.placement) is not None:
         placed = replace(_settled(_under(request, best), unheard), asked=found.asked, named=found.named)
         plans += [placed] if request.allows(placed.timeline) else []
