@@ -125,7 +125,7 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
     try:
         return _chosen(spec, machine, make) if free is None else _freed(spec, free, machine, make)
     except ShortMemoryError as error:
-        return _of_least_memory([free or spec, spec], machine, make, error)
+        return _of_least_memory([spec] if free is None else [free, spec], machine, make, error)
 
 
 def _freed(spec: JobSpec, free: JobSpec, machine: Machine, make: Make) -> JobPlan:
@@ -167,8 +167,8 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
             if request.memory_limit is not None:
                 limit_in_microbatches(request)
         except ShortMemoryError as error:
-            if spec.settings.schedule.name == AUTO:  # it then plans for the least memory
-                return
+            if spec.settings.schedule.name == AUTO and _is_in_bytes(choice, machine):
+                return  # it then plans for the least memory
             refused.append(error)
         except PlanError as error:
             refused.append(error)
@@ -205,10 +205,12 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
         refused: why ``auto`` has no other plan.
 
     Raises:
-        PlanError: with a limit of activations that no plan keeps within, or if nothing is known in bytes.
+        PlanError: with a limit that no plan keeps within, or if it is not one of bytes.
     """
     spec, limit, jobs = specs[-1], specs[-1].settings.memory_limit, list[JobPlan]()
-    for kept in dict.fromkeys(specs) if machine.device is not None or limit is not None else ():
+    if not _is_in_bytes(spec, machine):
+        raise refused
+    for kept in specs:
         choice = next((choice for choice in auto_choices(kept) if choice.settings.saving != MemorySaving()), kept)
         saving = replace(kept, settings=replace(choice.settings, layers=kept.settings.layers))
         for plan in least_plans(saving, make):
@@ -223,6 +225,12 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
         raise refused
     least = min(jobs, key=lambda job: job.memory[job.worst].device)
     return replace(least, too_much=least.memory[least.worst].device - usable(machine.device))
+
+
+def _is_in_bytes(spec: JobSpec, machine: Machine) -> bool:
+    """Returns true if memory of the model is compared in bytes: with a device, or with a limit that is no fraction."""
+    limit = spec.settings.memory_limit
+    return spec.trained is not None and (machine.device is not None if limit is None else limit.fraction is None)
 
 
 def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
