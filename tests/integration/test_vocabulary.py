@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
 from megatron.schedules.integration.layers import model_shape
 from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.utils import late_imports
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"
 

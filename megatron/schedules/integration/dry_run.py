@@ -10,6 +10,7 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.environment import ONE_REPLICA, assumed_gpus
 from megatron.schedules.integration.flags.checks import made, planned
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
@@ -22,7 +23,6 @@ from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
 from megatron.schedules.report.table import gib
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.late_imports import TooEarlyError
 
 # Exit status of a job that would not fit.
 _DOES_NOT_FIT = 3

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.schedules.utils.late_imports import TooEarlyError, after_megatron
+from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 
 ENGINE = "transformer_engine.pytorch"
 LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")

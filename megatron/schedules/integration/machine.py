@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
+from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
-from megatron.schedules.utils.late_imports import TooEarlyError, after_megatron
 
 
 def machine_of(spec: JobSpec) -> Machine:

@@ -11,13 +11,12 @@ from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.memory_limit import device_limit, with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage, wrong_layers
-from megatron.schedules.job.values import MemoryLimit
+from megatron.schedules.job.values import MemoryLimit, batch_steps
 from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import Request, stages
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.late_imports import after_megatron
 from megatron.schedules.utils.printable import counted
 
 # Chunks per rank that the planner may choose, if the user names no number.
@@ -157,11 +156,4 @@ def _batches(batch: Batch, samples: int) -> tuple[str, list[int]]:
     flag, text = "--step-batch-size-schedule", batch.steps
     if text is None:
         return "--global-batch-size", [samples if batch.whole is None else batch.whole]
-    try:
-        calculator = after_megatron("megatron.core.num_microbatches_calculator")
-        steps = calculator.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, None)
-    except ValueError:
-        steps = []
-    if not steps:
-        raise PlanError(f"{flag} {text!r} is not a list of TOKENS:BATCH such as '0:768 250B:1536'")
-    return flag, [size for _, size in steps]
+    return flag, batch_steps(flag, text)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 
+from megatron.schedules.estimate.bounds import MOST_LAYERS
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.job.values import Layers
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.late_imports import after_megatron
+
+# Repetitions in a layout: of a group such as (tt|)*3, and then of a single letter such as t*4.
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 
 def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = None) -> tuple[int, ...]:
@@ -116,30 +120,41 @@ def _counted(stock: StockLayers) -> str:
 
 
 def _from_layout(stock: StockLayers, text: str, stages: int) -> tuple[int, ...]:
-    try:
-        layouts = after_megatron("megatron.core.transformer.pipeline_parallel_layer_layout")
-        parsed = layouts.PipelineParallelLayerLayout.parse_str_to_list(text)
-    except AssertionError:
-        raise PlanError(
-            f"cannot read --pipeline-model-parallel-layout {text!r}: it is made of E (embedding), t (layer), L (output "
-            "layer) and | between stages, such as 'Et|tt|tt|tL'"
-        ) from None
-    written = [[layer.name for layer in stage] for stage in parsed]
+    written = layout_stages(text)
     if len(written) != stages:
         raise PlanError(
             f"has {stages} stages and --pipeline-model-parallel-layout {text!r} has {len(written)}: write {stages}, "
             "in model order, with | between them"
         )
-    plain = [name for stage in written for name in stage if name != "mtp"]
-    decoders = plain.count("decoder")
-    if plain != ["embedding", *["decoder"] * decoders, "loss"]:
+    plain = "".join(written).replace("m", "")
+    decoders = plain.count("t")
+    if plain != f"E{'t' * decoders}L":
         raise PlanError(f"--pipeline-model-parallel-layout {text!r} must begin with E, end with L, and hold t between")
     if decoders != stock.count:
         raise PlanError(
             f"--pipeline-model-parallel-layout {text!r} holds {decoders} layers and --num-layers is {stock.count}"
         )
-    if any("mtp" in stage for stage in written[:-1]):
+    if any("m" in stage for stage in written[:-1]):
         raise PlanError(
             "holds multi-token prediction layers in its last stage: write every m before the L of the layout"
         )
-    return tuple(stage.count("decoder") for stage in written)
+    return tuple(stage.count("t") for stage in written)
+
+
+def layout_stages(text: str) -> list[str]:
+    """Returns the letters of each stage in a value of ``--pipeline-model-parallel-layout``, as Megatron reads it.
+
+    Raises:
+        PlanError: it has other letters, or repeats one too often.
+    """
+    letters = text.replace(",", "")
+    for repeated in _REPEATED:
+        if any(int(count) > MOST_LAYERS for _, count in repeated.findall(letters)):
+            letters = "?"
+        letters = repeated.sub(lambda part: part[1] * int(part[2]), letters)
+    if not set(letters) <= set("ELtm|"):
+        raise PlanError(
+            f"cannot read --pipeline-model-parallel-layout {text!r}: it is made of E (embedding), t (layer), L (output "
+            "layer) and | between stages, such as 'Et|tt|tt|tL'"
+        )
+    return letters.split("|")

@@ -240,6 +240,29 @@ def dry_run(flag: str, text: str | None) -> DryRun | None:
     return DryRun(count, size(f"{flag} {gpus}x", memory))
 
 
+def batch_steps(flag: str, text: str) -> list[int]:
+    """Reads Megatron's ``TOKENS:BATCH TOKENS:BATCH ...``, whose numbers may end in K, M, B or T.
+
+    Returns:
+        The batch sizes in the order of training.
+    """
+    try:
+        steps = [tuple(map(_in_thousands, step.split(":", 1))) for step in text.replace(",", " ").split()]
+        batches = [batch for _, batch in sorted(steps, key=lambda step: step[0])]
+    except (ValueError, OverflowError):
+        batches = []
+    if not batches:
+        raise PlanError(f"{flag} {text!r} is not a list of TOKENS:BATCH such as '0:768 250B:1536'")
+    return batches
+
+
+def _in_thousands(text: str) -> int:
+    """Reads a number that may end in K, M, B or T."""
+    number = text.strip().upper()
+    power = " KMBT".find(number[-1:] or " ")
+    return int(float(number[:-1] if power > 0 else number) * 1000 ** max(power, 0))
+
+
 def search_seconds() -> float | None:
     """Search time for an adaptive plan on a typical core, seconds, from the environment; None for the default."""
     text = os.environ.get(SEARCH_VARIABLE) or None

@@ -16,6 +16,7 @@ from megatron.schedules.estimate.layer_pattern import EXPRESSION
 from megatron.schedules.integration.environment import check_environment, is_first, whole_variable
 from megatron.schedules.integration.flags.arguments import check_unscheduled, completed, settings_of, spec_of
 from megatron.schedules.integration.flags.declared import FLAGS, OURS, settings_without_flags, stock_parser
+from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.integration.machine import machine_of
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.checks import check_model, check_replan, validate
@@ -28,7 +29,6 @@ from megatron.schedules.planner.registry import AUTO, Request, check_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.late_imports import TooEarlyError
 from megatron.schedules.utils.printable import printable
 from megatron.schedules.utils.private_folder import plans_directory
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Shape
+from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.late_imports import after_megatron
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
