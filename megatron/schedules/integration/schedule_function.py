@@ -44,6 +44,9 @@ from megatron.schedules.schedule.simulator import Timeline
 # Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
 _STREAMS = {"enable_mhc_connections": "mhc_num_residual_streams", "enable_hyper_connections": "num_residual_streams"}
 
+# The script for GPT that this package has.
+_SCRIPT = "megatron.schedules.integration.gpt"
+
 
 class ScheduleFunction:
     """Runs the planned schedule once per call, with the arguments and results of stock's functions.
@@ -283,6 +286,7 @@ def _watched(stall_seconds: float) -> PositionTracker:
         stall_seconds,
         global_rank=dist.get_rank(),
         advice=f"docs/gpu.md lists causes; where it is only slow, raise {FLAGS['stall_seconds']} ({stall_seconds:g})",
+        scripts=(_SCRIPT,),
         in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
     ).start()
     return tracker

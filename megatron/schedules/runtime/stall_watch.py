@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,9 +30,8 @@ _GRACE = 1 / 8
 _FIRST = 4
 _LAST_WORDS_S = 10.0
 _STATUS = 1
-# Frames of these do not locate a stall; those of our own script for GPT do.
+# Frames of these do not locate a stall.
 _MACHINERY = ("torch", "megatron.schedules")
-_SCRIPT = "megatron.schedules.integration.gpt"
 
 
 class StallWatch:
@@ -43,6 +42,7 @@ class StallWatch:
         limit: seconds; four times as many until the first program has ended.
         global_rank: this process's.
         advice: what a reader of the line can do, put at its end.
+        scripts: modules of this package whose frames locate a stall, as those of a user's script do.
         in_thread: called first in the watch's thread. Where there is a GPU it selects it: a thread that queries an
             event of another GPU allocates memory on the first.
         end: called with the line; does not return.
@@ -55,11 +55,12 @@ class StallWatch:
         *,
         global_rank: int,
         advice: str,
+        scripts: Collection[str] = (),
         in_thread: Callable[[], object] = lambda: None,
         end: Callable[[str], object] | None = None,
     ) -> None:
         self._tracker, self._limit, self._global_rank, self._advice = tracker, limit, global_rank, advice
-        self._in_thread, self._end = in_thread, end or end_process
+        self._in_thread, self._end, self._scripts = in_thread, end or end_process, scripts
         self._pause = min(max(limit / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._host: Position | None = None
         self._stalled = 0.0
@@ -134,7 +135,7 @@ class StallWatch:
 
     def _host_frame(self) -> str:
         frame = sys._current_frames().get(self._tracker.thread)
-        while frame is not None and _is_machinery(frame):
+        while frame is not None and _is_machinery(frame, self._scripts):
             frame = frame.f_back
         return (
             "unknown" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
@@ -200,9 +201,9 @@ def _where(position: Position) -> str:
     return f"in {action}, which {what} or waits for what does not come (a collective that not all its ranks call)"
 
 
-def _is_machinery(frame: FrameType) -> bool:
+def _is_machinery(frame: FrameType, scripts: Collection[str]) -> bool:
     """Returns true if ``frame`` is of torch, Python or this package, and so does not locate the stall in a script."""
     name = str(frame.f_globals.get("__name__", ""))
-    if name == _SCRIPT:
+    if name in scripts:
         return False
     return name.partition(".")[0] in sys.stdlib_module_names or any(f"{name}.".startswith(f"{m}.") for m in _MACHINERY)
