@@ -157,8 +157,8 @@ def test_flags_go_before_arguments_of_install_and_arguments_before_variables(mon
     ("arguments", "variables", "said"),
     [
         ({"schedule": "v-halff"}, {}, "unknown schedule 'v-halff': did you mean v-half?"),
-        ({"schedule": "nope"}, {}, ", v-zb, adaptive, auto, file\n"),
-        ({}, {"PIPELINE_SCHEDULE": "nope"}, ", v-zb, adaptive, auto, file\n"),
+        ({"schedule": "nope"}, {}, ", v-zb, adaptive, FILE.csv\n"),
+        ({}, {"PIPELINE_SCHEDULE": "nope"}, ", v-zb, adaptive, FILE.csv\n"),
         ({"schedule": "adaptive"}, {}, "--pipeline-memory-limit is missing: "),
         ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_MEMORY_LIMIT": "0.5"}, "--pipeline-memory-limit goes with "),
         ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_REPLAN": "yes"}, "$PIPELINE_REPLAN must be 1 or 0, not 'yes'"),
