@@ -78,9 +78,9 @@ def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(
 
 
 def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any, early: list[str]) -> None:
-    """The device has room for not quite two microbatches of a rank, of which a twentieth is kept free."""
+    """The device has room for not quite two microbatches of a rank, of which a tenth is kept free."""
     ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *early], [], None, 300_000)
-    first = re.search(r"adaptive, within ([\d.]+) of 1F1B's memory", ranks[0][2])
+    first = re.search(r"adaptive, within [\d.]+ [KMG]iB, ([\d.]+) of 1F1B's memory", ranks[0][2])
     limit, replanned = said(ranks)
     found = re.match(r"memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
     assert first is not None and found is not None
