@@ -20,7 +20,7 @@ from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, check_fits, plan_job
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
-from megatron.schedules.job.values import ScheduleChoice, memory_limit
+from megatron.schedules.job.values import DryRun, ScheduleChoice, memory_limit
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
@@ -123,6 +123,15 @@ def test_where_nothing_fits_auto_is_the_least_and_says_how_much_too_much_that_is
     assert all(_most(found) <= _most(plan_job(_llama(name, recompute))) for name in ("1f1b", "v-min", "v-half"))
     with pytest.raises(PlanError, match=r"^--pipeline-schedule auto: nothing fits: .* use more GPUs$"):
         check_fits(found)
+
+
+def test_a_limit_to_measure_is_in_a_dry_run_what_the_device_leaves():
+    job, device = _llama("auto", FULL, "auto"), 2.0**30
+    dry = replace(job, settings=replace(job.settings, dry_run=DryRun(4, device)))
+    unlimited = replace(dry, settings=replace(dry.settings, memory_limit=None))
+    found, same = (plan_job(spec, Machine(device)) for spec in (dry, unlimited))
+    assert found.plan == same.plan
+    assert found.too_much == same.too_much > 0
 
 
 def test_the_smallest_limit_that_is_named_works_and_a_smaller_one_is_refused():

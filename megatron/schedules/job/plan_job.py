@@ -207,7 +207,8 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
     Raises:
         PlanError: with a limit that no plan keeps within, or if it is not one of bytes.
     """
-    spec, limit, jobs = specs[-1], specs[-1].settings.memory_limit, list[JobPlan]()
+    spec, jobs = specs[-1], list[JobPlan]()
+    device, limit = _device(spec, machine), spec.settings.memory_limit
     if not _is_in_bytes(spec, machine):
         raise refused
     for kept in specs:
@@ -219,18 +220,31 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
     jobs = [job for job in jobs if job.memory]
     if fitting := [job for job in jobs if _fits(job, machine)]:
         return min(fitting, key=lambda job: job.plan.iteration_time)
-    if jobs and limit is not None and limit.size is not None:
-        raise too_small(spec, limit, min(map(_held, jobs)))
-    if not jobs or machine.device is None or limit is not None:
+    if not jobs:
         raise refused
+    if device is None:
+        assert limit is not None, "it is one of bytes"
+        raise too_small(spec, limit, min(map(_held, jobs)))
     least = min(jobs, key=lambda job: job.memory[job.worst].device)
-    return replace(least, too_much=least.memory[least.worst].device - usable(machine.device))
+    return replace(least, too_much=least.memory[least.worst].device - usable(device))
+
+
+def _device(spec: JobSpec, machine: Machine) -> float | None:
+    """Memory of the device that a plan has to keep within, bytes; None if it is unknown, or the user gives a limit.
+
+    In training a limit to measure begins low, since the job asks the devices themselves. A dry run assumes one.
+    """
+    limit = spec.settings.memory_limit
+    by_itself = spec.settings.schedule.name == AUTO and limit is None
+    assumed = spec.settings.dry_run is not None and limit is not None and limit.is_measured
+    return machine.device if by_itself or assumed else None
 
 
 def _is_in_bytes(spec: JobSpec, machine: Machine) -> bool:
     """Returns true if memory of the model is compared in bytes: with a device, or with a limit that is no fraction."""
     limit = spec.settings.memory_limit
-    return spec.trained is not None and (machine.device is not None if limit is None else limit.fraction is None)
+    in_bytes = _device(spec, machine) is not None or (limit is not None and limit.size is not None)
+    return spec.trained is not None and in_bytes
 
 
 def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
@@ -251,7 +265,7 @@ def _or_unplaced(job: JobPlan, spec: JobSpec, machine: Machine, make: Make) -> J
 
 def _planned(spec: JobSpec, machine: Machine, make: Make) -> JobPlan:
     name, limited = spec.settings.schedule.name, _limited(spec, machine)
-    job = _made_within(spec, limited, make)
+    job = _made_within(spec, limited, machine, make)
     if name == AUTO and limited.limit is not None and limited.limit.size is not None:
         job = _or_fitting_by_name(job, machine)
     return _accepted(job, machine)
@@ -267,13 +281,13 @@ def _accepted(job: JobPlan, machine: Machine) -> JobPlan:
 
 
 def _fits(job: JobPlan, machine: Machine) -> bool:
-    """Returns whether a plan keeps within its limit in GiB, or else within the device, with the messages it holds."""
-    limit, ranks = job.spec.settings.memory_limit, job.memory
-    if not ranks:
+    """Returns whether a plan keeps within its device, or else its limit in GiB, with the messages it holds."""
+    device, limit = _device(job.spec, machine), job.spec.settings.memory_limit
+    if not job.memory:
         return False
-    if limit is None or limit.is_measured:
-        return machine.device is not None and job.fits(machine.device)
-    return limit.size is not None and _held(job) <= limit.size
+    if device is not None:
+        return job.fits(device)
+    return limit is not None and limit.size is not None and _held(job) <= limit.size
 
 
 def _held(job: JobPlan) -> float:
@@ -282,22 +296,16 @@ def _held(job: JobPlan) -> float:
 
 
 def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
-    """Returns the planning request. A device limits ``auto`` if the user gives no limit, and a dry run that assumes it.
-
-    In training a limit to measure begins low, since the job asks the devices themselves.
-    """
-    limit = spec.settings.memory_limit
-    by_itself = spec.settings.schedule.name == AUTO and limit is None
-    assumed = spec.settings.dry_run is not None and limit is not None and limit.is_measured
-    return request_of(spec, machine.device if by_itself or assumed else None)
+    """Returns the planning request within the device or the user's limit."""
+    return request_of(spec, _device(spec, machine))
 
 
-def _made_within(spec: JobSpec, limited: LimitedRequest, make: Make) -> JobPlan:
+def _made_within(spec: JobSpec, limited: LimitedRequest, machine: Machine, make: Make) -> JobPlan:
     """Returns the plan. With a limit in GiB, the plan leaves memory for all messages of its ranks."""
     room, job = MESSAGES, JobPlan(spec, make(limited.request))
     while limited.limit is not None and limited.limit.size is not None:
         held = max(job.messages)
-        if held <= room or (job.memory and _held(job) <= limited.limit.size):
+        if held <= room or _fits(job, machine):
             break
         if job.request.schedule == "adaptive":
             plan, settled = job.plan, make(limited.within(job.request, held))
