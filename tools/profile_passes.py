@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.environment import whole_variable
+from megatron.schedules.integration.flags.arguments import model_facts
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
-from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.utils.errors import PlanError, one_line
@@ -214,19 +214,8 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> JobProfile:
     stages[1] = _whole_model(chunk, asked.layers, asked.own.num_layers, recomputed[0].input_bytes)
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
-    facts = Facts(
-        f"a CPU ({platform.machine()}, {os.cpu_count()} cores)" if times.ON_CPU else torch.cuda.get_device_name(),
-        layers=asked.own.num_layers,
-        hidden_size=args.hidden_size,
-        heads=args.num_attention_heads,
-        sequence_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        tensor_parallel=args.tensor_model_parallel_size,
-        context_parallel=args.context_parallel_size,
-        vocabulary=args.padded_vocab_size,
-        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        recompute=args.recompute_granularity,
-    )
+    device = f"a CPU ({platform.machine()}, {os.cpu_count()} cores)" if times.ON_CPU else torch.cuda.get_device_name()
+    facts = model_facts(args)._replace(device=device, layers=asked.own.num_layers)
     return JobProfile(
         facts,
         "no pipeline",

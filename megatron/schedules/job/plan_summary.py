@@ -6,7 +6,7 @@ from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.utils.printable import amount, counted
+from megatron.schedules.utils.printable import amount, counted, percent
 
 
 def summary(job: JobPlan) -> str:
@@ -16,11 +16,11 @@ def summary(job: JobPlan) -> str:
     name, peak = schedule.name, plan.peak_bytes
     if request.schedule == "adaptive":
         name = f"adaptive{'' if name == 'adaptive' else f': {name}'}, within {_limit(job)}"
-    share = f"{100 * timeline.peak / d:.1f} % of 1F1B's"
-    held = share if peak is None else f"{amount(peak)}, {share}" if not timeline.costs.passing else amount(peak)
+    told = [amount(peak)] if peak is not None else []
+    told += [f"{percent(timeline.of_1f1b, 1)} of 1F1B's"] if timeline.of_1f1b is not None else []
     lines = [
         f"{name}, {d} ranks, {counted(n, 'microbatch')}, planned bubble {100 * timeline.bubble:.1f} %, "
-        f"planned peak activation memory {held}, and {counted(max(job.messages), 'message')} at most",
+        f"planned peak activation memory {', '.join(told)}, and {counted(max(job.messages), 'message')} at most",
         f"planned for {job.assumed}",
         *([job.left_out] if job.left_out else []),
         *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
@@ -60,4 +60,4 @@ def _limit(job: JobPlan) -> str:
     fraction = f"{limit:.3g} of 1F1B's memory"
     if size is None:
         return fraction
-    return f"{amount(size)}, {fraction}" if limit <= 1 and not job.plan.costs.passing else amount(size)
+    return f"{amount(size)}, {fraction}" if limit <= 1 and job.plan.timeline.of_1f1b is not None else amount(size)

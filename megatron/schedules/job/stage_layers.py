@@ -149,12 +149,16 @@ def layout_stages(text: str) -> list[str]:
     """
     letters = text.replace(",", "")
     for repeated in _REPEATED:
-        if any(int(count) > MOST_LAYERS for _, count in repeated.findall(letters)):
-            letters = "?"
-        letters = repeated.sub(lambda part: part[1] * int(part[2]), letters)
+        letters = repeated.sub(_written_out, letters)
     if not set(letters) <= set("ELtm|"):
         raise PlanError(
             f"cannot read --pipeline-model-parallel-layout {text!r}: it is made of E (embedding), t (layer), L (output "
             "layer) and | between stages, such as 'Et|tt|tt|tL'"
         )
     return letters.split("|")
+
+
+def _written_out(repeated: re.Match[str]) -> str:
+    """Returns a repetition written out, or where no model has so many layers, a letter that is refused."""
+    count = int(repeated[2])
+    return repeated[1] * count if count <= MOST_LAYERS else "?"

@@ -29,13 +29,12 @@ def explanation(
         peak_bytes: peak activation memory of the worst rank, bytes; None if unknown.
         vocabulary_gain: share of the iteration time that vocabulary parallelism would save; None if unknown.
     """
-    limit, ranks = request.memory_limit, request.ranks
+    limit = request.memory_limit
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
     size = request.limit_bytes
     within = "" if limit is None else f", within the limit of {percent(limit, 1) if size is None else amount(size)}"
-    # Under Megatron's own recompute 1F1B does not hold a microbatch for each rank.
-    share = "" if timeline.costs.passing else f"{percent(timeline.peak / ranks, 1)} of 1F1B's"
+    share = "" if timeline.of_1f1b is None else f"{percent(timeline.of_1f1b, 1)} of 1F1B's"
     used = share + within if peak_bytes is None else f"{amount(peak_bytes)}{within}{share and f'; {share}'}"
     counted_too = ""
     if peak_bytes is not None and timeline.limit > timeline.peak * (1 + _SAME):

@@ -135,7 +135,6 @@ def _hopeful(request: Request, found: Request, climbed: float, placements: Seque
         placements: placements where even layers were not clearly longer after a climb.
     """
     model = request.costs.model
-    assert model is not None
     even = []
     for where in placements:
         other = placed(request, model.evenly(where.stages), (where.chunks,))

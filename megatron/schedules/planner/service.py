@@ -204,8 +204,8 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
 def or_named(found: Plan) -> Plan:
     """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter.
 
-    The layers of that schedule are even, or partitioned for it if that is shorter still. It may be longer with even
-    layers.
+    The layers of that schedule are even, or partitioned for it. One that is a little longer with even layers is
+    partitioned too.
     """
     request = replace(found.asked, memory_limit=found.request.memory_limit)
     fitting = filter(request.allows, found.named)

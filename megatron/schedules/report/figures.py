@@ -104,7 +104,7 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
         hidden=timeline.messages[0],
         exposed=timeline.messages[1],
         microbatch_bytes=microbatch_bytes,
-        is_plain=not timeline.costs.passing,
+        is_plain=timeline.of_1f1b is not None,
     )
 
 

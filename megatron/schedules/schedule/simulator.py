@@ -145,6 +145,11 @@ class Timeline:
         """Peak activation memory of the worst rank. For 1F1B it is d, with at least d microbatches."""
         return max(self.peaks)
 
+    @property
+    def of_1f1b(self) -> float | None:
+        """The peak as a fraction of 1F1B's d; None under Megatron's own recompute, where the job's 1F1B holds less."""
+        return None if self.costs.passing else self.peak / self.schedule.ranks
+
 
 def held_over_time(
     changes: Iterable[float], start: Iterable[float], end: Iterable[float]

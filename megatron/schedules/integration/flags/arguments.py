@@ -164,7 +164,7 @@ def run_flags(args: Any) -> RunFlags:
     """Reads Megatron's validated arguments."""
     begun, whole, interval = args.iteration, args.train_iters or 0, args.exit_interval
     end = min(whole, (begun // interval + 1) * interval) if interval else whole
-    return RunFlags(group_flags(args), _facts(args), args.log_interval, bool(args.profile), begun, whole, end)
+    return RunFlags(group_flags(args), model_facts(args), args.log_interval, bool(args.profile), begun, whole, end)
 
 
 def group_flags(args: Any) -> GroupFlags:
@@ -177,7 +177,8 @@ def group_flags(args: Any) -> GroupFlags:
     )
 
 
-def _facts(args: Any) -> Facts:
+def model_facts(args: Any) -> Facts:
+    """Reads the model and its parallel sizes for a cost profile; the device is not known here."""
     return Facts(
         device="",
         layers=args.num_layers,
