@@ -17,7 +17,8 @@ from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
 from tools._grid import Question
-from tools._iteration import ADAPTIVE, METHODS, SAVING, Estimate, Method, Setting, estimate
+from tools._iteration import Estimate, Setting, estimate
+from tools._methods import ADAPTIVE, METHODS, SAVING, Method
 from tools.grid_search import search_all
 
 _DEVICE = DEVICES["A100-80GB"]

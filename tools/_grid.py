@@ -16,15 +16,8 @@ from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.roofline import Device
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.utils.errors import PlanError
-from tools._iteration import (
-    Estimate,
-    Method,
-    Setting,
-    estimate,
-    least_memory,
-    least_seconds,
-    mfu,
-)
+from tools._iteration import Estimate, Setting, estimate, least_memory, least_seconds, mfu
+from tools._methods import Method
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16

@@ -7,24 +7,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.build_flags import trained_model
+from megatron.schedules.cli.options import FLAGS
 from megatron.schedules.estimate.device_memory import RankMemory, model_memory, usable
-from megatron.schedules.estimate.model_build import (
-    MESSAGES,
-    TrainedModel,
-    rank_memory,
-    with_model,
-)
-from megatron.schedules.estimate.models import Model, built
+from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel
+from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Device, Roofline
-from megatron.schedules.estimate.times import ONES, PassTimes, loads
-from megatron.schedules.planner.request import Request, of_1f1b
-from megatron.schedules.planner.service import make_plan
+from megatron.schedules.estimate.times import ONES, PassTimes, loads, message_shares
+from megatron.schedules.job.job_costs import costs_of
+from megatron.schedules.job.plan_job import plan_job
+from megatron.schedules.job.plans import model_fields
+from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
+from megatron.schedules.planner.request import of_1f1b
 from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -33,57 +31,10 @@ from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
+from tools._methods import Method
 
 # The embedding and the output layer count as one layer each.
 _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-
-
-class Method(NamedTuple):
-    """A way to train, named as in the paper.
-
-    Args:
-        name: name in tables.
-        schedule: name of the schedule in this package.
-        chunks: stages of a rank.
-        recompute: true if Megatron recomputes all layers.
-        memory_limit: for ``adaptive``, a fraction of 1F1B's activation memory; None for all that fits the device.
-        shared: true under vocabulary parallelism.
-        may_recompute, may_offload: for ``adaptive``, true if the plan may recompute layers, or offload activations.
-    """
-
-    name: str
-    schedule: str
-    chunks: int
-    recompute: bool = False
-    memory_limit: float | None = None
-    shared: bool = False
-    may_recompute: bool = False
-    may_offload: bool = False
-
-    @property
-    def saves_memory(self) -> bool:
-        """True if the plan may recompute or offload layers."""
-        return self.may_recompute or self.may_offload
-
-    def sharing(self) -> Method:
-        """Returns the same method with vocabulary parallelism."""
-        return self._replace(name=f"{self.name}, shared", shared=True)
-
-
-METHODS = (
-    Method("1F1B", "1f1b", 1),
-    Method("1F1B-R", "1f1b", 1, recompute=True),
-    Method("ZB-1P", "zb-1p", 1),
-    Method("V-Min", "v-min", 2),
-    Method("V-Half", "v-half", 2),
-    Method("V-ZB", "v-zb", 2),
-)
-ADAPTIVE = Method("adaptive", "adaptive", 2)
-SAVING = (
-    ADAPTIVE._replace(name="adaptive with recompute", may_recompute=True),
-    ADAPTIVE._replace(name="adaptive with offload", may_offload=True),
-    ADAPTIVE._replace(name="adaptive with both", may_recompute=True, may_offload=True),
-)
 
 
 @dataclass(frozen=True)
@@ -133,52 +84,79 @@ class Setting:
             "pipeline_model_parallel_size": self.pipeline,
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.global_batch,
-            "world_size": self.gpus,
         }
-        ends = dict.fromkeys(_STAND_IN, not self.method.shared)
+        ends = dict.fromkeys(_STAND_IN, self.divides and not self.method.shared)
         changes: dict[str, Any] = {"sequence_parallel": self.tensor > 1, "use_distributed_optimizer": True}
         if self.method.recompute:
             changes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         return self.model.trained(**sizes, **ends, **changes)
 
     @cached_property
-    def build(self) -> Build:
-        """The model as built."""
-        return built(self.args, shared=self.method.shared)
+    def spec(self) -> JobSpec:
+        """The job, with the device's times of its passes."""
+        method = self.method
+        settings = Settings(
+            ScheduleChoice(method.schedule, method.schedule, method.chunks if method.is_searched else None),
+            layers=None if self.divides else self.layers,
+            saving=MemorySaving(method.may_recompute, method.may_offload),
+            vocabulary_parallel=method.shared,
+        )
+        fields = model_fields(self.args, self.gpus)
+        spec = JobSpec(settings, microbatches=self.microbatches, flags=FLAGS, **fields)
+        return replace(spec, times=self._times(spec))
 
-    @cached_property
-    def trained(self) -> TrainedModel:
-        """The model as trained."""
-        return trained_model(self.args, self.build)
+    def _times(self, spec: JobSpec) -> Costs:
+        """Seconds of the passes, of each part of the model, and of messages and copies."""
+        build, trained, roofline = spec.build, spec.trained, Roofline(self.device)
+        assert build is not None and trained is not None, "the model is known"
+        model = loads(build, roofline, build.tokens, self.correction)
+        one = len(model.layers) / (2 * self.pipeline)
+        forward, input_grad, weight_grad, _ = (one * time for time in model.mean)
+        waits = (0.0, 0.0)
+        if spec.hides_messages:
+            of_forward, of_input_grad = message_shares(build, roofline, build.tokens)
+            waits = of_forward * forward, of_input_grad * input_grad
+        # If any message crosses nodes, all are assumed to.
+        latency = roofline.message(trained.message_bytes, same_node=self.gpus <= self.device.node)
+        copy = 0.0
+        if self.method.may_offload:
+            memory = model_memory(build, build.tokens, trained.recompute, shared=self.method.shared)
+            copy = memory.of_rank(self.pipeline) / 2 / self.device.host_link
+        return Costs(LayerTimes(forward, input_grad, weight_grad, waits), model, Link(latency), HostCopies(copy))
 
     @cached_property
     def costs(self) -> Costs:
         """Costs in seconds, with time and memory of each part of the model."""
-        roofline = Roofline(self.device)
-        model = loads(self.build, roofline, self.build.tokens, self.correction)
-        one = len(model.layers) / (2 * self.pipeline)
-        forward, input_grad, weight_grad, _ = (one * time for time in model.mean)
-        # If any message crosses nodes, all are assumed to.
-        latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
-        found = Costs(LayerTimes(forward, input_grad, weight_grad), model, Link(latency))
-        hides = self.args.overlap_moe_expert_parallel_comm
-        found = with_model(found, self.trained, shared=self.method.shared, hides=hides, prices=roofline)
-        copy = self.memory.of_rank(self.pipeline) / 2 / self.device.host_link if self.method.may_offload else 0.0
-        return replace(found, memory=self.memory, copies=HostCopies(copy))
+        return costs_of(self.spec)
 
-    @cached_property
+    @property
     def memory(self) -> ModelMemory:
-        """Memory of each part of the model. A backward that is not split keeps nothing from I to W."""
-        found = model_memory(self.build, self.build.tokens, self.trained.recompute, shared=self.method.shared)
-        if self.method.schedule != "1f1b":
-            return found
-        return replace(found, layers=tuple(layer._replace(weights=0.0) for layer in found.layers))
+        """Memory of each part of the model."""
+        memory = self.costs.in_bytes
+        assert memory is not None, "the model is known"
+        return memory
+
+    @property
+    def trained(self) -> TrainedModel:
+        """The model as trained."""
+        model = self.spec.trained
+        assert model is not None, "the model is known"
+        return model
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Layers that the embedding and the output layer count as."""
+        return (0, 0) if self.method.shared else (1, 1)
+
+    @property
+    def divides(self) -> bool:
+        """True if all stages get as many layers, with the ends."""
+        return (self.model.whole.shape.layers + sum(self.ends)) % self.placement.stages == 0
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each stage: an even partition in which embedding and output layer count as a layer each."""
-        stages = self.placement.stages
-        return even(self.build.shape.layers, stages, (0, 0) if self.method.shared else (1, 1))
+        return even(self.model.whole.shape.layers, self.placement.stages, self.ends)
 
     @property
     def wrong(self) -> str:
@@ -186,7 +164,7 @@ class Setting:
         shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
-        if shape.layers + (0 if self.method.shared else 2) < self.placement.stages:
+        if shape.layers + sum(self.ends) < self.placement.stages:
             return "the layers are too few for the stages"
         if self.tensor > self.device.node or self.device.node % self.tensor:
             return "GPUs of a node do not divide by the tensor parallel size"
@@ -215,12 +193,12 @@ class Setting:
 
     def _of_schedule(self) -> Iterator[str]:
         """Yields the flags of this package."""
-        adaptive, offload = self.method.schedule == "adaptive", self.method.may_offload
+        adaptive, offload = self.method.is_searched, self.method.may_offload
         chunks = f":{self.method.chunks}" if adaptive else ""
         yield f"--pipeline-schedule {self.method.schedule}{chunks}"
         if self.method.shared:
             yield "--pipeline-vocabulary-parallel"
-        if (self.build.shape.layers + (0 if self.method.shared else 2)) % self.placement.stages:
+        if not self.divides:
             yield f"--pipeline-layers {','.join(map(str, self.layers))}"
         elif not self.method.shared:
             yield " ".join(f"--{name.replace('_', '-')}" for name in _STAND_IN)
@@ -230,10 +208,9 @@ class Setting:
             rate = f"={self.device.host_link / 1e9:g}" if offload else ""
             how = "recompute" if not offload else "both" if self.method.may_recompute else "offload"
             yield f"--pipeline-save-memory {how}{rate}"
-        if offload:
-            found = self.costs
-            times = *found.layers.passes, found.link.latency
-            yield f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}"
+        if self.method.schedule != "1f1b":  # other orders depend on them
+            times = *self.costs.layers.passes, self.costs.link.latency
+            yield f"--pipeline-costs {','.join(f'{1e3 * time:.5g}' for time in times)}"
 
 
 @dataclass(frozen=True)
@@ -288,32 +265,22 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
     Raises:
         PlanError: if there is no plan, such as for a lack of memory.
     """
-    plan = make_plan(request_for(setting, search_seconds))
-    seconds = plan.iteration_time + after_the_pipeline(setting)
+    spec = setting.spec
+    if setting.method.is_searched:
+        fraction = memory_limit(setting)
+        limit = MemoryLimit(f"{fraction:.3f}", fraction=fraction)
+        spec = replace(spec, settings=replace(spec.settings, memory_limit=limit, search_seconds=search_seconds))
+    job = plan_job(spec)
+    seconds, timeline = job.plan.iteration_time + after_the_pipeline(setting), job.plan.timeline
     return Estimate(
         setting,
         seconds,
         mfu(setting, seconds),
-        plan.bubble,
-        rank_memory(setting.trained, plan.schedule, plan.costs, setting.costs, setting.layers),
-        plan.peak_memory,
-        plan.timeline.recomputed,
-        plan.timeline.messages,
-    )
-
-
-def request_for(setting: Setting, search_seconds: float | None = None) -> Request:
-    """The planner's request for a setting."""
-    request = Request(setting.method.schedule, setting.pipeline, setting.microbatches, setting.costs)
-    if setting.method.schedule != "adaptive":
-        return request
-    return replace(
-        request,
-        memory_limit=memory_limit(setting),
-        chunk_choices=(setting.method.chunks,),
-        search_seconds=search_seconds,
-        recompute=setting.method.may_recompute,
-        offload=setting.method.may_offload,
+        job.plan.bubble,
+        job.memory,
+        job.plan.peak_memory,
+        timeline.recomputed,
+        timeline.messages,
     )
 
 
@@ -321,9 +288,9 @@ def least_seconds(setting: Setting) -> float:
     """Lower bound of the iteration time in seconds, within the device's memory; infinite if nothing fits."""
     if least_memory(setting)[1].device > usable(setting.device.memory):
         return math.inf
-    found = _choices(setting)[-1]
+    cheapest = _choices(setting)[-1]
     room = _room(setting) * setting.pipeline
-    return lower_bound(setting.placement, setting.microbatches, found, room) + after_the_pipeline(setting)
+    return lower_bound(setting.placement, setting.microbatches, cheapest, room) + after_the_pipeline(setting)
 
 
 def least_memory(setting: Setting) -> tuple[int, RankMemory]:
@@ -332,8 +299,8 @@ def least_memory(setting: Setting) -> tuple[int, RankMemory]:
     No schedule needs less.
     """
     unit, placement = setting.memory.of_rank(setting.pipeline), setting.placement
-    choices = [each.least_by_rank(placement) for each in _choices(setting)]
-    least = [unit * min(each) for each in zip(*choices, strict=True)]
+    choices = [costs.least_by_rank(placement) for costs in _choices(setting)]
+    least = [unit * min(of_rank) for of_rank in zip(*choices, strict=True)]
     ranks = [rank._replace(activations=held) for rank, held in zip(_static(setting), least, strict=True)]
     worst = max(range(len(ranks)), key=lambda rank: ranks[rank].device)
     return worst, ranks[worst]
@@ -352,19 +319,19 @@ def memory_limit(setting: Setting) -> float:
     """
     if setting.method.memory_limit is not None:
         return setting.method.memory_limit
-    return min(2.0, _room(setting))
+    return min(2.0, _room(setting, MESSAGES))
 
 
 def after_the_pipeline(setting: Setting) -> float:
     """Seconds of the gradients' reduce-scatter, the optimizer step and the parameters' all-gather, without overlap."""
     roofline = Roofline(setting.device)
     most = max(count.all for count in _sizes(setting))
-    each = setting.trained.numbers
+    numbers = setting.trained.numbers
     same_node = setting.data * setting.tensor <= setting.device.node
     # Gradients and the optimizer's state are read, and state and weights written.
-    seconds = roofline.stream(most * (each.gradient + 2 * each.optimizer + each.weight) / setting.data, 0)
+    seconds = roofline.stream(most * (numbers.gradient + 2 * numbers.optimizer + numbers.weight) / setting.data, 0)
     if setting.data > 1:
-        seconds += roofline.collective((each.gradient + each.weight) * most, setting.data, same_node=same_node)
+        seconds += roofline.collective((numbers.gradient + numbers.weight) * most, setting.data, same_node=same_node)
     return seconds
 
 
@@ -380,19 +347,19 @@ def _choices(setting: Setting) -> list[StageCosts]:
     return choices
 
 
-def _static(setting: Setting) -> list[RankMemory]:
+def _static(setting: Setting, messages: int = 0) -> list[RankMemory]:
     """Memory of each pipeline rank without activations."""
-    each, messages = setting.trained.numbers, MESSAGES * setting.trained.message_bytes
-    return [RankMemory.static_of(count, each, messages) for count in _sizes(setting)]
+    numbers, waiting = setting.trained.numbers, messages * setting.trained.message_bytes
+    return [RankMemory.static_of(count, numbers, waiting) for count in _sizes(setting)]
 
 
-def _room(setting: Setting) -> float:
+def _room(setting: Setting, messages: int = 0) -> float:
     """Memory left for activations, as a fraction of 1F1B's; negative where there is none."""
-    held = max(rank.device for rank in _static(setting))
+    held = max(rank.device for rank in _static(setting, messages))
     left = usable(setting.device.memory) - held - setting.memory.most_passing
     return of_1f1b(left, setting.pipeline, setting.memory.of_rank(setting.pipeline))
 
 
 def _sizes(setting: Setting) -> list[Count]:
     """Parameters of one GPU of each pipeline rank."""
-    return parameters(setting.build).by_stage(setting.layers, setting.placement.rank_of, setting.method.shared)
+    return parameters(setting.trained.build).by_stage(setting.layers, setting.placement.rank_of, setting.method.shared)

@@ -32,7 +32,8 @@ from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import objection
 from tools._grid import Found, Question, Short, fastest, search
-from tools._iteration import ADAPTIVE, METHODS, SAVING, Estimate
+from tools._iteration import Estimate
+from tools._methods import ADAPTIVE, METHODS, SAVING
 from tools._run_settings import gpus_here, run_setting
 
 # All divisors of the GPUs are tried, and plans made for up to so many microbatches. More is a typing error.

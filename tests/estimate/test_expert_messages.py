@@ -10,7 +10,8 @@ from megatron.schedules.estimate.roofline import DEVICES, Roofline
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
 from megatron.schedules.estimate.work import layer_work
 from tools._grid import Question, search
-from tools._iteration import METHODS, Setting, estimate
+from tools._iteration import Setting, estimate
+from tools._methods import METHODS
 
 H100 = DEVICES["H100-80GB"]
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
@@ -78,7 +79,7 @@ def setting(method: str, more: str = "") -> Setting:
 def test_only_the_flag_lets_weight_gradients_hide_them():
     plain, hides = setting("V-ZB"), setting("V-ZB", HIDES)
     assert plain.costs == hides.costs.without_messages
-    shares = message_shares(hides.build, Roofline(H100), hides.build.tokens)
+    shares = message_shares(hides.trained.build, Roofline(H100), hides.trained.build.tokens)
     forward, input_grad, _ = hides.costs.layers.passes
     assert hides.costs.layers.messages == pytest.approx((shares[0] * forward, shares[1] * input_grad))
     found = estimate(hides)

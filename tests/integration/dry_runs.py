@@ -14,6 +14,7 @@ from megatron.schedules.integration.flags import checks
 from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.integration.flags.declared import stock_parser
 from megatron.schedules.integration.machine import machine_of
+from megatron.schedules.job import least_memory
 from megatron.schedules.job.checks import check_model, validate
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan, plan_job
@@ -38,6 +39,7 @@ _CONSTANTS: dict[Any, dict[str, float]] = {
         "_TRIES": 10,
     },
     memory_saving: {"_CLIMBS": 16, "_LONGER": 2},
+    least_memory: {"_SECONDS": _SECONDS, "_MOST_CHUNKS": 3},
     service: {"_LEAST_SECONDS": _SECONDS},
 }
 

@@ -1,134 +1,143 @@
-"""Dry runs of jobs as people write them: no traceback, no plan over its limit, and ``auto`` is never longer."""
+"""Of random jobs the dry run, the command line, Python and the grid search say the same."""
 
 from __future__ import annotations
 
-import re
+import json
 import shlex
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron.schedules.estimate.device_memory import RESERVED
-from megatron.schedules.job.plan_job import JobPlan
-from megatron.schedules.job.spec import Settings
+import megatron.schedules as ms
+from megatron.schedules.cli.commands import main
+from megatron.schedules.estimate.models import find_model
+from megatron.schedules.estimate.roofline import DEVICES, GIB
+from megatron.schedules.integration.machine import machine_of
+from megatron.schedules.job.plan_job import JobPlan, plan_job
+from megatron.schedules.planner.registry import AUTO, NAMES
 from megatron.schedules.utils.errors import PlanError
-from tests.integration.dry_runs import Ending, ended, planned, short_searches
-from tests.integration.random_jobs import random_job
+from tests.integration.dry_runs import planned, short_searches
+from tools._iteration import Setting, estimate
+from tools._methods import ADAPTIVE, METHODS, SAVING
 
-NAMED = "1f1b eager-1f1b interleaved-1f1b:2 interleaved-1f1b:3 zb-1p zb-2p 1f1b-v v-min v-half v-zb".split()
-# Jobs of one test, and number of such tests.
-JOBS, TESTS = 12, 25
-_ROUNDING = 1 + 1e-9
-
-SIZE = shlex.split("""
-    --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 8192
-    --max-position-embeddings 8192 --vocab-size 32000 --micro-batch-size 1 --train-iters 6 --bf16
-""")
-# Jobs under auto that were planned wrongly once, with the value of their dry run.
-FOUND = {
-    "recompute of each stage's first layers": (
-        "--num-layers 32 --pipeline-model-parallel-size 4 --global-batch-size 4 "
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
-        "4",
-    ),
-    "layers of the last stage by a flag": (
-        "--num-layers 47 --pipeline-model-parallel-size 3 --global-batch-size 6 --decoder-last-pipeline-num-layers 15",
-        "3x192GiB",
-    ),
-    "layers that two chunks do not divide": (
-        "--num-layers 27 --pipeline-model-parallel-size 3 --global-batch-size 3 --pipeline-layers even",
-        "3",
-    ),
-}
+# Each takes seconds.
+EXAMPLES = 6
+SCHEDULES = [name for name in NAMES if name not in ("file", "adaptive")]
+RECOMPUTE = [
+    "",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-granularity selective --recompute-modules mlp",
+]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short() -> Iterator[None]:
-    with short_searches():
-        yield
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for the model's flags, which hypothesis writes anew for each job."""
+    return tmp_path_factory.mktemp("models") / "model.sh"
 
 
-def check(line: Sequence[str], by_name: Callable[[str], Sequence[str]]) -> Ending:
-    """Checks what must hold for every dry run of ``adaptive`` and ``auto``, and returns how it ends.
-
-    Args:
-        line: the command line.
-        by_name: its command line under a schedule by name, without a limit.
-    """
-    end = ended(line)
-    if end.found is None:
-        assert end.status == 2, end.said
-        assert ": error: --" in end.said.strip().splitlines()[-1], end.said
-        return end
-    found, settings = end.found, end.found.spec.settings
-    room = settings.dry_run and settings.dry_run.device_bytes
-    assert end.status == (3 if room and _device(found) > room else 0), end.said
-    assert found.layers == found.request.layers_on(found.schedule.placement)
-    assert within(found, settings), end.said
-    if settings.schedule.name == "auto" and not settings.measures_limit:
-        shorter = [name for name in NAMED if _fits_and_is_shorter(by_name(name), found, settings)]
-        assert not shorter, end.said
-        compared = re.search(r"shortest schedule by name within the limit is ([\w-]+),", end.said)
-        # Layers that auto places may be placed for a schedule by name too. Interleaved, it has some number of chunks.
-        if compared and compared[1] != "interleaved-1f1b" and not settings.places_layers:
-            assert planned(by_name(compared[1])), "it is possible"
-    return end
+@st.composite
+def models(draw: Any) -> str:
+    """Flags of a model whose layers divide by 16 stages, and of its training."""
+    hidden = draw(st.sampled_from([1024, 2048, 4096]))
+    flags = [
+        f"--num-layers {draw(st.sampled_from([16, 32, 48]))} --hidden-size {hidden}",
+        f"--num-attention-heads {hidden // 128} --seq-length 4096 --max-position-embeddings 4096",
+        f"--vocab-size {draw(st.sampled_from([8000, 32000, 128256]))} --untie-embeddings-and-output-weights",
+        draw(st.sampled_from(["--swiglu --disable-bias-linear --normalization RMSNorm", ""])),
+        draw(st.sampled_from(["--position-embedding-type rope", ""])),
+        "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer",
+    ]
+    return " ".join(flag for flag in flags if flag)
 
 
-def within(found: JobPlan, settings: Settings) -> bool:
-    """Whether a plan is within the limit of ``settings``; without one, within what ``auto`` may use of the device."""
-    limit, room = settings.memory_limit, settings.dry_run and settings.dry_run.device_bytes
-    if limit is not None and limit.size is not None:
-        return max(rank.activations + rank.messages for rank in found.memory) <= limit.size * _ROUNDING
-    if limit is None and room:
-        return _device(found) <= (1 - RESERVED) * room * _ROUNDING
-    most = 1.0 if limit is None else limit.fraction
-    return most is None or found.plan.peak_memory <= most * _ROUNDING
-
-
-def _device(found: JobPlan) -> float:
-    """Bytes of the rank that holds most."""
-    return found.memory[found.worst].device
-
-
-def _fits_and_is_shorter(line: Sequence[str], found: JobPlan, settings: Settings) -> bool:
-    even = ["--pipeline-layers", "even"] * (settings.layers == "auto" and "--pipeline-layers" in line)
+def of_dry_run(flags: str) -> JobPlan | None:
+    """The plan of a dry run; None if the job is refused."""
     try:
-        named = planned([*line, *even])
-    except PlanError:  # it does not go with the job
-        return False
-    return named.plan.iteration_time * _ROUNDING < found.plan.iteration_time and within(named, settings)
+        return planned(shlex.split(flags))
+    except PlanError:
+        return None
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(number, marks=pytest.mark.full_matrix if number else ()) for number in range(TESTS)],
-)
-def test_random_jobs_are_planned_within_their_limit_and_no_fitting_schedule_by_name_is_shorter(number: int):
-    wrong, planned_jobs = {}, 0
-    for seed in range(number * JOBS, (number + 1) * JOBS):
-        job = random_job(seed, most=16 if number else 4)
+@given(data=st.data())
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+def test_the_dry_run_the_command_line_and_python_give_one_verdict(file: Path, data: st.DataObject) -> None:
+    model = f"{data.draw(models())} {data.draw(st.sampled_from(RECOMPUTE))} --micro-batch-size 1"
+    ranks, share = data.draw(st.sampled_from([2, 4])), data.draw(st.sampled_from([1, 2]))
+    microbatches, gib = share * ranks, data.draw(st.sampled_from([6, 12, 24, 48, 80]))
+    names = data.draw(st.lists(st.sampled_from(SCHEDULES), min_size=1, max_size=3, unique=True))
+    size = f"--pipeline-model-parallel-size {ranks} --global-batch-size {microbatches} --micro-batch-size 1"
+    with short_searches():
+        jobs = {
+            name: of_dry_run(f"{model} {size} --pipeline-schedule {name} --pipeline-dry-run {ranks}x{gib}GiB")
+            for name in [*names, AUTO]
+        }
+        file.write_text(f"{model} --global-batch-size {microbatches}")
+        rows = compared([*names, AUTO], file, ranks, microbatches, gib)
+        for name, job in jobs.items():
+            row = rows[name]
+            assert (job is None) == ("reason" in row), (name, row)
+            if job is None:
+                continue
+            worst = job.memory[job.worst]
+            assert (row["bubble"], row["together_bytes"]) == (job.plan.bubble, worst.device), name
+            assert row["fits"] == job.fits(gib * GIB), name
+            if name != AUTO:  # which has no device in Python
+                plan = ms.plan(name, pipeline_size=ranks, microbatches=microbatches, model=file)
+                assert (plan.schedule.order, plan.bubble) == (job.schedule.order, job.plan.bubble), name
+    assert rows[AUTO]["fits"] or not any(row.get("fits") for row in rows.values())
+
+
+def compared(names: list[str], model: Path, ranks: int, microbatches: int, gib: int) -> dict[str, dict[str, Any]]:
+    """The command line's rows, by schedule."""
+    words = f"--pipeline-size {ranks} --microbatches {microbatches} --model {model} --device-memory {gib}GiB"
+    several = [word for name in names for word in ("--schedule", name)]
+    text = StringIO()
+    with redirect_stdout(text), redirect_stderr(StringIO()):
+        assert main(["compare", *words.split(), *several, "--format", "json"]) == 0
+    return {row["schedule"]: row for row in json.loads(text.getvalue())}
+
+
+@given(data=st.data())
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+def test_the_grid_searchs_estimate_is_a_dry_run_of_the_flags_that_it_prints(file: Path, data: st.DataObject) -> None:
+    """The same verdict, schedule, layers and bytes; and the same bubble for the same times of passes."""
+    file.write_text(data.draw(models()))
+    model = find_model(str(file))
+    pipeline = data.draw(st.sampled_from([2, 4, 8]))
+    of_device = replace(DEVICES["A100-80GB"], memory=data.draw(st.sampled_from([8, 16, 40, 80])) * GIB)
+    setting = Setting(
+        data.draw(st.sampled_from([*METHODS, ADAPTIVE, SAVING[0]])),
+        model,
+        of_device,
+        data=data.draw(st.sampled_from([1, 2])),
+        tensor=data.draw(st.sampled_from([1, 2])),
+        pipeline=pipeline,
+        micro_batch=data.draw(st.sampled_from([1, 2])),
+        global_batch=8 * pipeline,
+    )
+    if data.draw(st.booleans()) and not setting.method.is_searched:
+        setting = replace(setting, method=setting.method.sharing())
+    dry_run = f"--pipeline-dry-run {setting.gpus}x{of_device.memory / GIB:g}GiB"
+    with short_searches():
         try:
-            planned_jobs += check(job.line, job.under).found is not None
-        except Exception:
-            wrong[" ".join(job.line)] = traceback.format_exc()
-    assert not wrong, "\n".join(f"{line}\n{why}" for line, why in wrong.items())
-    assert planned_jobs >= JOBS / 2, "most are refused, and show little"
-
-
-@pytest.mark.parametrize(("flags", "dry_run"), FOUND.values(), ids=FOUND)
-def test_a_job_that_was_planned_wrongly_once_is_planned_well(flags: str, dry_run: str):
-    def under(schedule: str) -> list[str]:
-        return [*SIZE, *flags.split(), "--pipeline-dry-run", dry_run, "--pipeline-schedule", schedule]
-
-    end = check(under("auto"), under)
-    assert end.found is not None, end.said
-
-
-def test_the_backend_of_messages_changes_nothing_of_a_plan():
-    dropout = "--pipeline-model-parallel-size 4 --num-layers 32 --global-batch-size 8 --transformer-impl local"
-    line = [*SIZE, *dropout.split(), *"--pipeline-schedule v-half --pipeline-dry-run 4".split()]
-    plain, gloo = (planned([*line, *more]) for more in ([], ["--distributed-backend", "gloo"]))
-    assert gloo == plain
-    assert gloo.memory == plain.memory
+            found = estimate(setting, search_seconds=0.02)
+        except PlanError:
+            assert setting.method.is_searched  # which has no memory left
+            return
+        job = planned(shlex.split(f"{model.flags} {setting.flags} {dry_run}"))
+        exact = replace(job.spec, times=setting.spec.times, settings=replace(job.spec.settings, costs=None))
+        timed = plan_job(exact, machine_of(exact))
+    assert timed.plan.bubble == found.bubble
+    assert timed.memory == found.ranks
+    assert timed.layers == setting.layers
+    assert timed.fits(of_device.memory) == found.fits
+    if not setting.method.is_searched:
+        assert job.fits(of_device.memory) == found.fits
+        assert max(rank.device for rank in job.memory) == pytest.approx(found.memory, rel=0.01)

@@ -137,7 +137,8 @@ import sys
 from pathlib import Path
 from typing import Any
 from megatron.schedules.estimate.roofline import DEVICES
-from tools._iteration import METHODS, Setting
+from tools._iteration import Setting
+from tools._methods import METHODS
 from megatron.schedules.estimate.models import Model
 from tools._run_settings import run_setting
 sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"

@@ -10,7 +10,8 @@ from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.models import gpt
 from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools._grid import Question, fastest, search
-from tools._iteration import METHODS, Method, estimate
+from tools._iteration import estimate
+from tools._methods import METHODS, Method
 
 SMALL = gpt("small", layers=6, heads=16, hidden=4096, sequence=2048)
 # So little memory that not every setting fits.

@@ -16,7 +16,8 @@ from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools import _run_settings, grid_search
 from tools._grid import Found, Question
-from tools._iteration import METHODS, SAVING, Estimate, Method, Setting
+from tools._iteration import Estimate, Setting
+from tools._methods import METHODS, SAVING, Method
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
 

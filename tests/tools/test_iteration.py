@@ -14,18 +14,8 @@ from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, load
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.schedule.placement import Placement
-from tools._iteration import (
-    ADAPTIVE,
-    METHODS,
-    SAVING,
-    Method,
-    Setting,
-    after_the_pipeline,
-    estimate,
-    least_seconds,
-    memory_limit,
-    mfu,
-)
+from tools._iteration import Setting, after_the_pipeline, estimate, least_seconds, memory_limit, mfu
+from tools._methods import ADAPTIVE, METHODS, SAVING, Method
 
 A100 = DEVICES["A100-80GB"]
 SMALL, LAYERS = gpt("small", layers=14, heads=16, hidden=2048), 14

@@ -115,10 +115,10 @@ def unknown_bytes(spec: JobSpec, flag: str, instead: str) -> PlanError:
 
 
 def _times(spec: JobSpec) -> Costs:
-    """Times of a cost file written by hand, of the flag, or by the model's arithmetic."""
+    """Times of a cost file written by hand, of the flag, of a device, or by the model's arithmetic."""
     choice, custom = spec.settings.costs, spec.custom_costs
     given = custom.times if custom is not None else None if choice is None else choice.times
-    return given or (Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio))
+    return given or spec.times or (Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio))
 
 
 def _with_copies(spec: JobSpec, costs: Costs) -> Costs:

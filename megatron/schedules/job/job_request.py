@@ -67,7 +67,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         limit = settings.memory_limit
         request = replace(
             request,
-            chunk_choices=_chunk_choices(spec, most_chunks or _MOST_CHUNKS),
+            chunk_choices=dividing_chunks(spec, most_chunks or _MOST_CHUNKS),
             search_seconds=settings.search_seconds,
             recompute=settings.saving.recompute,
             offload=settings.saving.offload,
@@ -91,26 +91,24 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
 def _layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
     """Decoder layers of each stage, if flags set them."""
     layers = spec.settings.layers
-    if spec.layers.count is None:  # the planner compares them with the model
+    if spec.layers.count is None or not spec.by_megatron:  # the planner compares them with the model
         return layers if isinstance(layers, tuple) else None
     by_hand = spec.layers.by_hand or isinstance(layers, tuple)
     known = by_hand and not _by_ends(spec) and not wrong_layers(spec.layers, stages, layers)
     return layers_by_stage(spec.layers, stages, layers) if known else None
 
 
-def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
+def dividing_chunks(spec: JobSpec, most: int) -> tuple[int, ...]:
     """Numbers of chunks up to ``most`` that divide the layers; only the largest if flags set the layers of each stage.
 
-    If no number divides the layers, the rule about layers refuses a job, which gets one number.
+    If no number divides the layers, the rule about layers refuses a job in training, which gets one number.
     """
-    size, layers, stock, shape = spec.sizes.pipeline, spec.settings.layers, spec.layers, spec.shape
-    if stock.count is None and shape is not None:
-        stock = replace(stock, count=shape.layers)
+    size, layers, stock = spec.sizes.pipeline, spec.settings.layers, spec.layers
     if layers == "auto" or stock.count is None:
         return chunk_choices(most)
     dividing = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(stock, chunks * size, layers))
     depends = (stock.by_hand or spec.settings.places_layers) and not _by_ends(spec)
-    return (dividing[-1:] if depends else dividing) or ((1,) if spec.layers.count is not None else chunk_choices(most))
+    return (dividing[-1:] if depends else dividing) or ((1,) if spec.by_megatron else chunk_choices(most))
 
 
 def _by_ends(spec: JobSpec) -> bool:

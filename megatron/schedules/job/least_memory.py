@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 
-from megatron.schedules.job.job_request import request_of
+from megatron.schedules.job.job_request import dividing_chunks, request_of
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.registry import AUTO, named_within
@@ -22,28 +21,30 @@ _MOST_CHUNKS = 8
 _LIMITS = (1.0, 1.2, 1.5)
 
 
-def least_plans(spec: JobSpec, make: Callable[[Request], Plan]) -> Iterator[Plan]:
-    """Yields plans of ``auto`` for a job, without its memory limit: each schedule by name, and those of least memory.
+def try_least(spec: JobSpec, make: Callable[[Request], Plan], fits: Callable[[Plan], bool]) -> None:
+    """Tries plans of ``auto`` for a job, without its memory limit: those of least memory, and each schedule by name.
 
-    The latter hold little more than one microbatch at a time, on each number of chunks that divides the layers
+    The former hold little more than one microbatch at a time, on each number of chunks that divides the layers
     and that the job allows.
 
     Args:
         spec: the job, with the layers and the memory saving that all plans have.
         make: makes a plan.
+        fits: takes each plan and returns whether it fits. Where one does not, no plan with more memory is made.
     """
     asked = replace(request_of(spec.under("adaptive", saving=spec.settings.saving)).request, schedule=AUTO)
     least: Plan | None = None
-    most = spec.settings.schedule.chunks or _MOST_CHUNKS
-    for chunks, times in product(range(1, most + 1), _LIMITS):
-        with suppress(PlanError):  # the layers do not divide
+    for chunks in dividing_chunks(spec, spec.settings.schedule.chunks or _MOST_CHUNKS):
+        with suppress(PlanError):  # too few layers
             request = replace(asked, schedule="adaptive", chunk_choices=(chunks,), search_seconds=_SECONDS)
-            plan = make(replace(request, memory_limit=times * least_limit(request)))
-            peak, unit = plan.peak_bytes, request.costs.in_bytes
-            assert peak is not None and unit is not None, "sizes are known"
-            within = of_1f1b(peak, request.ranks, unit.of_rank(request.ranks))
-            least = replace(plan, asked=asked, request=replace(plan.request, memory_limit=within))
-            yield least
+            for times in _LIMITS:
+                plan = make(replace(request, memory_limit=times * least_limit(request)))
+                peak, unit = plan.peak_bytes, request.costs.in_bytes
+                assert peak is not None and unit is not None, "sizes are known"
+                within = of_1f1b(peak, request.ranks, unit.of_rank(request.ranks))
+                least = replace(plan, asked=asked, request=replace(plan.request, memory_limit=within))
+                if not fits(least):
+                    break
     if least is not None:
         for line in named_within(asked):
-            yield by_name(least, line)
+            fits(by_name(least, line))

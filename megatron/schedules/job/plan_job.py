@@ -12,7 +12,7 @@ from megatron.schedules.estimate.model_build import MESSAGES, rank_memory
 from megatron.schedules.job.auto_choices import auto_choices, without_recompute
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
-from megatron.schedules.job.least_memory import least_plans
+from megatron.schedules.job.least_memory import try_least
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.memory_limit import too_small
 from megatron.schedules.job.rules import refusal, unsplittable
@@ -214,9 +214,14 @@ def _of_least_memory(specs: Sequence[JobSpec], machine: Machine, make: Make, ref
     for kept in specs:
         choice = next((choice for choice in auto_choices(kept) if choice.settings.saving != MemorySaving()), kept)
         saving = replace(kept, settings=replace(choice.settings, layers=kept.settings.layers))
-        for plan in least_plans(saving, make):
+
+        def fits(plan: Plan, saving: JobSpec = saving) -> bool:
+            job = JobPlan(saving, plan)
             with suppress(PlanError):
-                jobs.append(_accepted(JobPlan(saving, plan), machine))
+                jobs.append(_accepted(job, machine))
+            return _fits(job, machine)
+
+        try_least(saving, make, fits)
     jobs = [job for job in jobs if job.memory]
     if fitting := [job for job in jobs if _fits(job, machine)]:
         return min(fitting, key=lambda job: job.plan.iteration_time)

@@ -98,10 +98,15 @@ def _of_model(args: Any, microbatches: int, model: str, flags: Mapping[str, str]
             f"--global-batch-size {batch} with --micro-batch-size {micro}, over data-parallel ranks: give "
             f"{flags['microbatches']} {near}, or another batch behind the file's name"
         )
+    return model_fields(args, sizes.of_replica * data)
+
+
+def model_fields(args: Any, world: int) -> dict[str, Any]:
+    """Fields of a :class:`.JobSpec` of ``world`` GPUs that Megatron's parsed ``args`` give."""
     return {
-        "sizes": replace(sizes, world=sizes.of_replica * data),
-        "batch": Batch(micro),
-        "layers": StockLayers(stand_in=stand_in(args)),
+        "sizes": sizes_of(args, world),
+        "batch": Batch(args.micro_batch_size),
+        "layers": StockLayers(args.num_layers, stand_in=stand_in(args)),
         "recompute": stock_recompute(args),
         "vocabulary_multiple": args.make_vocab_size_divisible_by,
         "model": Model(built(args), numbers(args)),
@@ -177,10 +182,9 @@ class JobPlans:
 
     def has_uneven_stages(self, job: JobPlan) -> bool:
         """True if the model's layers do not divide by the stages of ``job``, and no flag places them."""
-        spec, shape = self.specs[0], self.specs[0].shape
-        if shape is None or job.plan.decisions.layers is not None:
+        if not self.has_model or job.plan.decisions.layers is not None:
             return False
-        return bool(wrong_layers(replace(spec.layers, count=shape.layers), job.schedule.placement.stages))
+        return bool(wrong_layers(self.specs[0].layers, job.schedule.placement.stages))
 
     def compared(
         self, plan: Callable[[JobSpec], JobPlan] = plan_job

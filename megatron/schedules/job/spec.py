@@ -21,6 +21,7 @@ from megatron.schedules.job.values import (
 )
 from megatron.schedules.measure.cost_file import CustomCosts, read_costs
 from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.parsing import read_text
 
 
@@ -174,6 +175,8 @@ class JobSpec:
         iterations: training iterations; None if not given.
         csv: text of the schedule's CSV; None without a CSV, or before it is read.
         cost_file: content of the cost file; None without one, or before it is read.
+        times: times of the model's parts on a device, if they were estimated; None for the model's arithmetic. Those
+            of a flag or a cost file go before.
         model: the model; None if a checkpoint has its sizes, or before it is read.
         hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag; None if they do
             wherever the costs contain such messages.
@@ -193,6 +196,7 @@ class JobSpec:
     iterations: int | None = None
     csv: str | None = None
     cost_file: JobProfile | CustomCosts | None = None
+    times: Costs | None = None
     model: Model | None = None
     hides_messages: bool | None = None
     is_built: bool = False
