@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, usable
@@ -16,11 +17,23 @@ from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.roofline import Device
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.utils.errors import PlanError
-from tools._iteration import Estimate, Setting, estimate, least_memory, least_seconds, mfu
+from tools._iteration import (
+    Estimate,
+    Setting,
+    estimate,
+    figures,
+    least_memory,
+    least_seconds,
+    mfu,
+    planned,
+    seconds_of,
+)
 from tools._methods import Method
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16
+# Settings of each that are planned.
+_TRIED = 3
 # Search time of each adaptive plan, and of the fastest ones.
 _SEARCH_SECONDS, _FINAL_SECONDS = 0.5, 2.0
 
@@ -76,7 +89,7 @@ class Short(NamedTuple):
         rank: pipeline rank with the most memory.
         held: memory of that rank; a lower bound unless ``planned``.
         planned: true if there is a plan.
-        gpus: factor on the number of GPUs with which one microbatch of some setting fits; None if 16 is not enough.
+        gpus: factor on the number of GPUs with which a plan of some setting fits; None if 16 is not enough.
     """
 
     setting: Setting
@@ -115,10 +128,13 @@ def search(question: Question, method: Method, top: int = 1) -> Found:
         if len(found.best) >= top and mfu(setting, least) <= found.best[-1].mfu:
             break
         try:
-            result = estimate(setting, search_seconds=_SEARCH_SECONDS)
+            job = planned(setting, search_seconds=_SEARCH_SECONDS)
         except PlanError:  # too little memory for any plan, or too few microbatches for this schedule
             continue
         found.tried += 1
+        if len(found.best) >= top and mfu(setting, seconds_of(setting, job)) <= found.best[-1].mfu:
+            continue  # whether it fits does not matter
+        result = figures(setting, job)
         if result.fits:
             found.best = sorted([*found.best, result], key=lambda each: -each.mfu)[:top]
         elif not found.best and (found.short is None or result.memory < found.short.memory):
@@ -149,9 +165,22 @@ def _short(question: Question, found: Found) -> Short | None:
     room = usable(question.device.memory)
     for times in _MORE_GPUS:
         larger = replace(question, gpus=times * question.gpus)
-        if any(least_memory(setting)[1].device <= room for setting in larger.settings(found.method)):
+        if any(_fits(setting) for setting in _least(larger, found.method, room)):
             return short._replace(gpus=times)
     return short
+
+
+def _least(question: Question, method: Method, room: float) -> list[Setting]:
+    """Returns the settings with least memory, if one microbatch fits ``room`` bytes."""
+    held = ((least_memory(setting)[1].device, setting) for setting in question.settings(method))
+    return [setting for _, setting in sorted((each for each in held if each[0] <= room), key=itemgetter(0))[:_TRIED]]
+
+
+def _fits(setting: Setting) -> bool:
+    try:
+        return estimate(setting, search_seconds=_SEARCH_SECONDS).fits
+    except PlanError:
+        return False
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:

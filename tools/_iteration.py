@@ -18,7 +18,7 @@ from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads, message_shares
 from megatron.schedules.job.job_costs import costs_of
-from megatron.schedules.job.plan_job import plan_job
+from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plans import model_fields
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
@@ -260,27 +260,41 @@ class Estimate:
 
 
 def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
-    """Plans the setting's schedule and computes its figures.
+    """Plans the setting's job and computes its figures.
 
     Raises:
         PlanError: if there is no plan, such as for a lack of memory.
     """
+    return figures(setting, planned(setting, search_seconds))
+
+
+def planned(setting: Setting, search_seconds: float | None = None) -> JobPlan:
+    """Plans the setting's job. Raises as :func:`estimate`."""
     spec = setting.spec
     if setting.method.is_searched:
         fraction = memory_limit(setting)
         limit = MemoryLimit(f"{fraction:.3f}", fraction=fraction)
         spec = replace(spec, settings=replace(spec.settings, memory_limit=limit, search_seconds=search_seconds))
-    job = plan_job(spec)
-    seconds, timeline = job.plan.iteration_time + after_the_pipeline(setting), job.plan.timeline
+    return plan_job(spec)
+
+
+def seconds_of(setting: Setting, job: JobPlan) -> float:
+    """Iteration time of the setting's planned job."""
+    return job.plan.iteration_time + after_the_pipeline(setting)
+
+
+def figures(setting: Setting, job: JobPlan) -> Estimate:
+    """Computes the figures of the setting's planned job."""
+    seconds, plan = seconds_of(setting, job), job.plan
     return Estimate(
         setting,
         seconds,
         mfu(setting, seconds),
-        job.plan.bubble,
+        plan.bubble,
         job.memory,
-        job.plan.peak_memory,
-        timeline.recomputed,
-        timeline.messages,
+        plan.peak_memory,
+        plan.timeline.recomputed,
+        plan.timeline.messages,
     )
 
 

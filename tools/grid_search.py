@@ -194,11 +194,11 @@ def _why(answer: Answer) -> Iterator[str]:
 
 def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
     """Says what would make a method fit, or which one fits."""
-    helps = f"{short.gpus * short.setting.gpus} GPUs may do" if short.gpus else "16 times as many GPUs do not help"
+    helps = f"{short.gpus * short.setting.gpus} GPUs do" if short.gpus else "16 times as many GPUs do not help"
     if fitting:
         helps += f"; {', '.join(fitting)} {'fits' if len(fitting) == 1 else 'fit'}"
     elif not found.method.saves_memory and short.held.largest == "activations":
-        helps += "; --save-memory or shorter samples may"
+        helps += "; try --save-memory or shorter samples"
     return helps
 
 

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_told_with_the_part_that_is_too_large_and_what_woul
     assert re.search(
         r"needs least with DP \d, TP \d, PP \d, micro batch 1; there rank \d holds (at least )?[\d.]+ GiB of 14.4 GiB "
         r"\(weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, activations [\d.]+, messages [\d.]+\), most of it "
-        r"\w+; (16|32|64|128) GPUs may do",
+        r"\w+; (16|32|64|128) GPUs do",
         line,
     )
 
