@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.device_memory import RESERVED
-from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.job.checks import validate
@@ -147,7 +146,7 @@ def answer(
     has_figures = not any(getattr(args, argument, None) for argument in _NO_FIGURES)
     for each in tried:
         ours = _planned(_placed(plain, ScheduleChoice(each, each)))
-        if not has_figures or _figures(ours).gib <= (1 - RESERVED) * gib:
+        if not has_figures or ours.fits(gib * _GIB):
             break
     found = Answer(
         name,
@@ -271,11 +270,8 @@ def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
 
 
 def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
-    """Figures of a planned job, with eight messages on each rank."""
-    timeline = job.plan.timeline
-    assert job.spec.trained is not None, "the model is known"
-    ranks = rank_memory(job.spec.trained, job.schedule, timeline.costs, job.request.costs, job.layers)
-    worst = max(ranks, key=lambda rank: rank.device)
+    """Figures of a planned job, as its dry run gives them."""
+    timeline, worst = job.plan.timeline, job.memory[job.worst]
     chosen = job.schedule.name if job.spec.settings.schedule.name == AUTO else job.spec.settings.schedule.text
     return Planned(
         chosen,

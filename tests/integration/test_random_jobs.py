@@ -141,3 +141,21 @@ def test_the_grid_searchs_estimate_is_a_dry_run_of_the_flags_that_it_prints(file
     if not setting.method.is_searched:
         assert job.fits(of_device.memory) == found.fits
         assert max(rank.device for rank in job.memory) == pytest.approx(found.memory, rel=0.01)
+
+
+@given(data=st.data())
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+def test_the_smallest_limit_that_an_error_names_works(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([2, 4]))
+    schedule = data.draw(st.sampled_from(["auto", "auto:3", "adaptive", "adaptive:2"]))
+    flags = (
+        f"{data.draw(models())} {data.draw(st.sampled_from(RECOMPUTE))} --micro-batch-size 1 "
+        f"--pipeline-model-parallel-size {ranks} --global-batch-size {2 * ranks} --pipeline-dry-run {ranks} "
+        f"--pipeline-schedule {schedule} --pipeline-memory-limit"
+    )
+    with short_searches():
+        with pytest.raises(PlanError, match="is the smallest that works") as refused:
+            planned(shlex.split(f"{flags} 0.02GiB"))
+        named = str(refused.value).removesuffix("GiB is the smallest that works").split()[-1]
+        job = planned(shlex.split(f"{flags} {named}GiB"))
+    assert max(rank.activations + rank.messages for rank in job.memory) <= float(named) * GIB
