@@ -1,4 +1,4 @@
-"""Counts the files of the package whose functions run between the command line and a job's first pass.
+"""Counts the files of the package whose functions run between the command line and a job's first pass, and checks.
 
     torchrun --nproc-per-node 2 scripts/files_to_first_pass.py
 
@@ -13,6 +13,7 @@ import inspect
 import os
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +24,10 @@ JOB = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --lr 1e-3 --num-workers 0 --eval-interval 1000 --distributed-backend gloo --transformer-impl local
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
 --pipeline-model-parallel-size 2 --pipeline-schedule v-half"""
+# Functions whose calls are counted: the checks of all flags, reads of a cost file, and plans made or read.
+COUNTED = ("flags/checks.py", "checked"), ("measure/cost_file.py", "read_costs"), ("planner/service.py", "make_plan")
 files: set[str] = set()
+calls: Counter[str] = Counter()
 
 
 def note(frame: FrameType, event: str, _argument: object) -> None:
@@ -31,11 +35,14 @@ def note(frame: FrameType, event: str, _argument: object) -> None:
     code, name = frame.f_code, frame.f_code.co_filename
     if event != "call" or not name.startswith(PACKAGE) or not code.co_flags & inspect.CO_OPTIMIZED:
         return
+    if any(name.endswith(file) and code.co_name == function for file, function in COUNTED):
+        calls[code.co_name] += 1
     if name not in files and not is_imported(frame):
         files.add(name)
     if name.endswith(os.path.join("runtime", "engine.py")) and code.co_name == "run":
         sys.setprofile(None)
         shown = "\n".join(sorted(name.removeprefix(PACKAGE) for name in files))
+        print(", ".join(f"{function}() runs {calls[function]} times" for _, function in COUNTED))
         print(f"{shown}\n{len(files)} files from the command line to the first pass", flush=True)
 
 

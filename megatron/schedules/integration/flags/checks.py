@@ -141,14 +141,14 @@ def refuse_early(
 ) -> JobSpec | None:
     """Runs every check of our flags that needs neither Megatron nor a search.
 
-    All checks run again after Megatron has parsed its flags.
+    All checks run once more after Megatron has parsed its flags, which may come from other places too.
 
     If something cannot work, exits with status 2 and one line.
 
     Args:
         argv: the command line.
         known: flags that are valid although they look like misspelt flags of ours: those of Megatron's parser, which
-            reads the command line next.
+            reads the command line next. Then only flags that cannot be read are refused.
         arguments: arguments of ``install()``, by name.
 
     Returns:
@@ -165,12 +165,14 @@ def refuse_early(
         if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
             _check_settings(args)  # the other words may be those of another framework
             return None
+        # Megatron's parser reads the rest, but with --yaml-cfg none of our flags.
+        if (known and args.yaml_cfg is None) or any(getattr(args, name) for name in _ELSEWHERE):
+            return None
         args.world_size = whole_variable("WORLD_SIZE", 1)
-        if not any(getattr(args, name) for name in _ELSEWHERE):
-            spec = checked(args)
-            if spec is not None and not known:
-                _check_without_search(spec)
-                return spec
+        spec = checked(args)
+        if spec is not None and not known:
+            _check_without_search(spec)
+            return spec
     except TooEarlyError:
         return None
     except _FlagError as error:
