@@ -36,10 +36,10 @@ def check_environment() -> None:
     Raises:
         PlanError: a variable is wrong; the error names it.
     """
-    found = {name: whole_variable(name, unset) for name, unset in _READ.items()}
+    values = {name: whole_variable(name, unset) for name, unset in _READ.items()}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if size in os.environ and found[rank] >= found[size]:
-            raise PlanError(f"${rank} must be less than ${size}, which is {found[size]}, not {found[rank]}")
+        if size in os.environ and values[rank] >= values[size]:
+            raise PlanError(f"${rank} must be less than ${size}, which is {values[size]}, not {values[rank]}")
 
 
 def is_first() -> bool:

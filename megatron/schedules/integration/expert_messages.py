@@ -33,10 +33,10 @@ STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_ove
 
 def reset_stocks_own(settings: Any) -> list[str]:
     """Resets what makes stock hide the messages itself, in arguments or in a configuration; returns what was set."""
-    found = [name for name in STOCKS_OWN if getattr(settings, name, False)]
-    for name in found:
+    names = [name for name in STOCKS_OWN if getattr(settings, name, False)]
+    for name in names:
         setattr(settings, name, False)
-    return found
+    return names
 
 
 class MessageWatch(NamedTuple):

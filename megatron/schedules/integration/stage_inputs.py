@@ -45,7 +45,7 @@ Blocks = Mapping[tuple[str, int], Sequence[Taken]]
 
 def difference(ranks: Sequence[Blocks]) -> str:
     """Returns what one stage takes from a batch and another lacks, in a refusal's words; empty if there is nothing."""
-    blocks = sorted(each for rank in ranks for each in rank.items())
+    blocks = sorted(item for rank in ranks for item in rank.items())
     giving: dict[tuple[str, int, str], int] = {}  # stages, by block, forward and input
     for (block, stage), forwards in blocks:
         for at, taken in enumerate(forwards):  # every stage reads its samples in the same order

@@ -200,8 +200,8 @@ class _FlagError(Exception):
     def __init__(self, message: str) -> None:
         text = message.removeprefix("argument ")
         self.flag = text.partition(":")[0]
-        if found := re.fullmatch(r"(\S+): invalid (int|\w+_freq_type) value: (.*)", text):
-            text = f"{self.flag} must be {self._works(found[2])}, not {found[3]}"
+        if match := re.fullmatch(r"(\S+): invalid (int|\w+_freq_type) value: (.*)", text):
+            text = f"{self.flag} must be {self._works(match[2])}, not {match[3]}"
         super().__init__(text)
 
     def _works(self, kind: str) -> str:

@@ -109,9 +109,9 @@ def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     words = next(
-        (each for each in modules if hasattr(each, "vocab_size") and hasattr(each, "max_sequence_length")), None
+        (module for module in modules if hasattr(module, "vocab_size") and hasattr(module, "max_sequence_length")), None
     )
-    engine = any(type(each).__module__.startswith("transformer_engine.") for each in modules)
+    engine = any(type(module).__module__.startswith("transformer_engine.") for module in modules)
     layout = config.pipeline_model_parallel_layout
     return {
         "padded_vocab_size": getattr(words, "vocab_size", None),

@@ -75,8 +75,8 @@ def keep_columns(operand: Any) -> None:
     Plain tensors do not change.
     """
     if isinstance(operand, (list, tuple)):
-        for each in operand:
-            keep_columns(each)
+        for tensor in operand:
+            keep_columns(tensor)
     elif is_quantized(operand):
         operand.update_usage(rowwise_usage=False, columnwise_usage=True)
 

@@ -85,17 +85,17 @@ class Logged(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """Values for writers, by name; memory in GiB."""
-        found = {
+        values = {
             "pipeline/bubble": self.measured.bubble,
             "pipeline/planned-bubble": self.planned.bubble,
             "pipeline/slowest-stage": float(self.measured.slowest.stage),
             "pipeline/slowest-stage-beyond-mean": self.measured.slowest.beyond_mean,
         }
         if self.peak is not None:
-            found["pipeline/peak-activations-gib"] = self.peak / _GIB
+            values["pipeline/peak-activations-gib"] = self.peak / _GIB
         if self.planned_peak is not None:
-            found["pipeline/planned-peak-activations-gib"] = self.planned_peak / _GIB
-        return found
+            values["pipeline/planned-peak-activations-gib"] = self.planned_peak / _GIB
+        return values
 
 
 def _above(share: float) -> str:

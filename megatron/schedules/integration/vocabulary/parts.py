@@ -209,8 +209,8 @@ def share_vocabulary(chunks: Sequence[torch.nn.Module], last_stage_rank: int) ->
     embedding = _embedding_table(first) if first.pre_process else None
     output = _output_table(last) if last.post_process else None
     group = parallel_state.get_pipeline_model_parallel_group()
-    found = of_all_ranks((embedding, output), group)
-    embedding_table, output_table = found[0][0], found[last_stage_rank][1]
+    tables = of_all_ranks((embedding, output), group)
+    embedding_table, output_table = tables[0][0], tables[last_stage_rank][1]
     if embedding_table is None or output_table is None:
         raise RuntimeError("--pipeline-vocabulary-parallel needs a language model: an embedding and an output layer")
 

@@ -148,9 +148,9 @@ class SharedVocabulary:
 
         ``total``, the result of SUM, is the gradient of the sum of all tokens' losses.
         """
-        each = self._late.gradient(*self._loss(microbatch))
-        self._weights[microbatch] = each
-        own = self._output.own(_by_token(each)).view(*total.shape[:2], 1)
+        gradient = self._late.gradient(*self._loss(microbatch))
+        self._weights[microbatch] = gradient
+        own = self._output.own(_by_token(gradient)).view(*total.shape[:2], 1)
         return (total * own).to(self._exchange.dtype)
 
     def report_losses(self) -> None:
@@ -175,8 +175,8 @@ class SharedVocabulary:
         if self._embeds_trained:
             part, tokens = self._embedding, self._tokens.pop(microbatch)
             with torch.enable_grad():
-                found = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
-            torch.autograd.backward(found, gradient)
+                embedded = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
+            torch.autograd.backward(embedded, gradient)
 
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
         """Returns each token's loss, (microbatch, sequence), and the user's function."""
@@ -193,9 +193,9 @@ class SharedVocabulary:
             known = self._broadcast(tokens, self._exchange.tokens, torch.int64, self._first)
             if self._embeds_trained:
                 self._tokens[microbatch] = known
-            found = arithmetic.look_up(known, weight, cut)
-            dist.reduce(found, group_dst=self._first, group=self._group)
-            return found if first else None
+            embedded = arithmetic.look_up(known, weight, cut)
+            dist.reduce(embedded, group_dst=self._first, group=self._group)
+            return embedded if first else None
 
         return chain
 
