@@ -33,6 +33,6 @@ class ControlMessages:
 
 def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the values that all ranks of ``group``, or of the job, give; collective over them."""
-    found: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
+    dist.all_gather_object(values, value, group=group)
+    return values

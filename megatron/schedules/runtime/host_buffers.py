@@ -45,9 +45,9 @@ class HostMemory:
             MemoryError: there is not so much memory.
             Exception: whatever ``allocate`` raises.
         """
-        found = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
-        if found is not None:
-            return self._free.pop(found)
+        index = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
+        if index is not None:
+            return self._free.pop(index)
         size = -(-int(made(size)) // _PAGE) * _PAGE
         free = available_host_bytes()
         if free is not None and size > free:

@@ -66,8 +66,8 @@ class Recomputes:
             raise ProgramError(
                 f"{stage}R{microbatch}: its forward kept nothing to recompute, or was recomputed already"
             )
-        for each in waiting:
-            each.recompute()
+        for run in waiting:
+            run.recompute()
 
     def assert_empty(self) -> None:
         """Raises RuntimeError if an F that kept inputs has not had its R."""
@@ -126,7 +126,7 @@ class _Forward:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[position] for position in positions]
-        if not any(each.requires_grad for each in chain(tensors, self._layer.parameters())):
+        if not any(tensor.requires_grad for tensor in chain(tensors, self._layer.parameters())):
             return self._whole(*args, **kwargs)
         for position in positions:
             leaves[position] = None
@@ -161,8 +161,8 @@ class _Run:
         assert self._kept is not None
         call, _, _ = self._kept
         # A layer may turn grad mode on for a part of itself, as Megatron's do where they add a bias and the residual.
-        found, self._output = pytree.tree_flatten(call([tensor.detach() for tensor in inputs]))
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
+        leaves, self._output = pytree.tree_flatten(call([tensor.detach() for tensor in inputs]))
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def output(self, leaves: Sequence[Any]) -> Any:
         """Returns the layer's output, made of these leaves."""
@@ -181,8 +181,8 @@ class _Run:
         pairs = zip(saved.grad_fn.saved_tensors, self._needing, strict=True)
         inputs = [tensor.detach().requires_grad_(needing) for tensor, needing in pairs]
         with restore(), torch.enable_grad():
-            found = pytree.tree_leaves(call(inputs))
-            starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in found]
+            leaves = pytree.tree_leaves(call(inputs))
+            starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
         return [tensor if tensor.requires_grad else None for tensor in inputs], starts
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -88,7 +88,7 @@ class _Run(NamedTuple):
 
     def all_marks(self) -> list[Any]:
         """The marks of passes, copies and messages."""
-        return [*self.marks, *(mark for each in (*self.copies, *self.messages) for mark in each.marks)]
+        return [*self.marks, *(mark for timed in (*self.copies, *self.messages) for mark in timed.marks)]
 
 
 class Recorder(Observer):
@@ -178,7 +178,7 @@ class Recorder(Observer):
             for work, (begun, computed, arrived) in run.messages
         ]
         self._free += run.all_marks()
-        return [Span(*each) for each in zip(run.works, times[::2], times[1::2], strict=True)]
+        return [Span(*fields) for fields in zip(run.works, times[::2], times[1::2], strict=True)]
 
     def _mark(self) -> Any:
         try:

@@ -77,7 +77,7 @@ class _Storage:
 
     def alive(self) -> Iterator[_Saved]:
         """Yields the tensors that the graph still holds."""
-        return (saved for each in self.saved if (saved := each()) is not None)
+        return (saved for reference in self.saved if (saved := reference()) is not None)
 
 
 class OffloadedForward:
@@ -133,7 +133,7 @@ class OffloadedForward:
             # A storage that was resized to nothing will be filled again by whoever did so.
             if memory.nbytes() < max(1, self._copies.smallest):
                 continue
-            own = sum(1 + (each.hold is not None) for each in saved)
+            own = sum(1 + (saved_tensor.hold is not None) for saved_tensor in saved)
             if key in leaving or _holders(memory) == own:
                 storage.size = memory.nbytes()
                 storage.on_device = _flat(memory)

@@ -287,10 +287,10 @@ def _needed(
     kind: Kind, stage: int, placement: Placement, present: Collection[Kind]
 ) -> list[tuple[At, tuple[int, tuple[Kind, ...]]]]:
     """Returns :func:`sources`, each with its relative stage."""
-    found: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
+    needs: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
     last = placement.last_stage
     for kinds, at in KINDS[kind].needs:
-        if all(KINDS[each].optional and each not in present for each in kinds):
+        if all(KINDS[needed].optional and needed not in present for needed in kinds):
             continue
         where = {
             At.SAME: [stage],
@@ -299,8 +299,8 @@ def _needed(
             At.LAST: [last],
             At.EVERY_RANK: stages_doing(kinds[0], placement) if stage == last else [],
         }[at]
-        found += [(at, (each, kinds)) for each in where]
-    return found
+        needs += [(at, (source, kinds)) for source in where]
+    return needs
 
 
 def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageKind]]:
@@ -309,19 +309,19 @@ def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageK
     If a pass depends on other stages as well as on its own, only the other stages (and optional passes) count: the
     required passes of its own stage end long before.
     """
-    found: dict[StageKind, list[StageKind]] = defaultdict(list)
+    after: dict[StageKind, list[StageKind]] = defaultdict(list)
     for kind, stages in doing.items():
         for stage in stages:
             there = [
-                (at, source, each)
+                (at, source, needed)
                 for at, (source, kinds) in _needed(kind, stage, placement, doing)
-                for each in kinds
-                if source in doing.get(each, ())
+                for needed in kinds
+                if source in doing.get(needed, ())
             ]
             late = [pick for pick in there if pick[0] is not At.SAME or KINDS[pick[2]].optional]
-            for _, source, each in late or there:
-                found[source, each].append((stage, kind))
-    return found
+            for _, source, needed in late or there:
+                after[source, needed].append((stage, kind))
+    return after
 
 
 def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKind]:
@@ -337,9 +337,9 @@ def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKin
         work = (ready or late).pop()
         yield work
         waits.subtract(after[work])
-        freed = sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
-        for each in freed:
-            (late if each[1] in _LATE else ready).append(each)
+        freed = [successor for successor in after[work] if not waits[successor]]
+        for successor in sorted(freed, key=lambda successor: KINDS[successor[1]].filler):
+            (late if successor[1] in _LATE else ready).append(successor)
 
 
 class Pass(NamedTuple):
