@@ -33,7 +33,7 @@ from megatron.schedules.search.compiled import compiled_climb
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
-class Planned(NamedTuple):
+class IterationPlan(NamedTuple):
     """Plan of one iteration.
 
     Args:
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
     less: float
 
 
-class Sizes(NamedTuple):
+class IterationSizes(NamedTuple):
     """Sizes of an iteration: n, and the size of a standard microbatch."""
 
     microbatches: int
@@ -79,13 +79,13 @@ class BackgroundPlans:
         self._group, self._sender = _group(self._sends, timeout)
         self._of_size = cache(planner.for_lengths)
         self._thread = ThreadPoolExecutor(1, "plan for lengths")
-        self._next: Future[Planned | None] | None = None
-        self._sizes: Sizes | None = None
-        self._now: Planned | None = None
+        self._next: Future[IterationPlan | None] | None = None
+        self._sizes: IterationSizes | None = None
+        self._now: IterationPlan | None = None
         self._reported = False
         compiled_climb()
 
-    def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
+    def begin(self, iterators: Sequence[Any], sizes: IterationSizes) -> IterationPlan | None:
         """Returns the plan of this iteration and hands out its samples in that order; None for the usual plan.
 
         An iteration that is run again uses the same plan. ``iterators`` has one for each chunk of this rank.
@@ -104,12 +104,14 @@ class BackgroundPlans:
         self._report_once()
         return self._now
 
-    def _start(self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: Sizes) -> Future[Planned | None]:
+    def _start(
+        self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: IterationSizes
+    ) -> Future[IterationPlan | None]:
         own = iterators[self._chunk] if self._sends else None
         self._sizes = sizes
         return self._thread.submit(self._plan, read, None if own is None else under(own), sizes)
 
-    def _plan(self, read: Sequence[ReadAhead], own: ReadAhead | None, sizes: Sizes) -> Planned | None:
+    def _plan(self, read: Sequence[ReadAhead], own: ReadAhead | None, sizes: IterationSizes) -> IterationPlan | None:
         n = sizes.microbatches
         for iterator in read:
             iterator.read(n)
@@ -126,7 +128,7 @@ class BackgroundPlans:
         self._agree(plan)
         programs = proved(plan.schedule, plan.timeline.costs)
         less = 1 - plan.timeline.makespan / usual.timeline.makespan
-        return Planned(programs[self._rank], plan.order, plan.timeline, less)
+        return IterationPlan(programs[self._rank], plan.order, plan.timeline, less)
 
     def _agree(self, plan: LengthsPlan) -> None:
         """Checks that all ranks of the replica have the same plan.

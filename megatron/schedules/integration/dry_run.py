@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import ONE_REPLICA, assumed_gpus
 from megatron.schedules.integration.flags.checks import made, planned
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -66,7 +66,7 @@ def dry_run_early(spec: JobSpec) -> None:
             dry_run(planned(spec))
 
 
-def _heading(sizes: Sizes, source: str) -> str:
+def _heading(sizes: ParallelSizes, source: str) -> str:
     parts = {"tensor": sizes.tensor, "context": sizes.context, "expert": sizes.expert, "pipeline": sizes.pipeline}
     parts["data"] = sizes.world // sizes.of_replica
     said = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1)

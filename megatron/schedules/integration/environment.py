@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron.schedules.estimate.bounds import within
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
@@ -48,7 +48,7 @@ def is_first() -> bool:
     return rank is None or rank <= 0
 
 
-def assumed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:
+def assumed_gpus(sizes: ParallelSizes, given: int | None) -> tuple[int, str]:
     """Returns the number of GPUs and its source: the flag, torchrun, SLURM, or one replica of the model.
 
     Args:

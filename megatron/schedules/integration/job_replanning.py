@@ -17,7 +17,7 @@ from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
-from megatron.schedules.job.measuring import Measured
+from megatron.schedules.job.measuring import MeasuredIterations
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.job_profile import JobProfile
@@ -57,10 +57,10 @@ class JobReplan:
         planner: Planner,
         function: ScheduleFunction,
         slow: SlowWatch,
-        profiler: Callable[[Measured], Profiler],
+        profiler: Callable[[MeasuredIterations], Profiler],
         iteration: Callable[[], int],
         *,
-        measured: Measured | None,
+        measured: MeasuredIterations | None,
         flags: RunFlags,
         limit: MemoryLimit | None,
         adopts: bool,
@@ -167,16 +167,16 @@ def _say(line: str) -> None:
     print_rank_0(f"pipeline schedule: {line}")
 
 
-def first_measurement(measured: Measured | None, begun: int) -> Measured:
+def first_measurement(measured: MeasuredIterations | None, begun: int) -> MeasuredIterations:
     """First measurement for replanning: ``measured``, which the job makes in any case, if it has not passed yet."""
     if measured is not None and measured.counted > begun:
         return measured
     return _to_measure(begun + 1, None if measured is None else measured.file)
 
 
-def _to_measure(iteration: int, file: Path | None) -> Measured:
+def _to_measure(iteration: int, file: Path | None) -> MeasuredIterations:
     """Measurement for a decision made before ``iteration``, written to ``file``."""
-    return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
+    return MeasuredIterations(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
 
 
 def _usual_pass(profile: JobProfile) -> float:

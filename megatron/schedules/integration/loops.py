@@ -32,7 +32,7 @@ from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.job_costs import attention_of
-from megatron.schedules.job.measuring import Measured, measured_iterations
+from megatron.schedules.job.measuring import MeasuredIterations, measured_iterations
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.plan_summary import summary, switched_off
 from megatron.schedules.job.spec import JobSpec, StockLayers
@@ -187,7 +187,7 @@ def _begun(
     return RunningJob(function, log, replan)
 
 
-def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
+def _replans(spec: JobSpec, planner: Planner, first: MeasuredIterations, end: int) -> bool:
     """Returns whether the job plans again after its ``first`` measurement, before the ``end`` of this run.
 
     Without a flag, ``auto`` does so to say what a plan for measured costs would gain. Logs it then, and if a flag

@@ -19,7 +19,7 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import EXPOSED, MessageWatch
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.log.rank_lines import print_rank_0
-from megatron.schedules.job.measuring import Measured
+from megatron.schedules.job.measuring import MeasuredIterations
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
@@ -39,7 +39,7 @@ from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.planner import Planner
-from megatron.schedules.runtime.recorder import ByteCounter, Message, Recorder, Span, StreamClock
+from megatron.schedules.runtime.recorder import ByteCounter, MessageTimes, Recorder, Span, StreamClock
 from megatron.schedules.schedule.kinds import KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time, simulate
@@ -80,7 +80,7 @@ class _Iteration:
     schedule: Schedule
     passes: list[Timed]
     copies: list[Timed]
-    messages: list[Message]
+    messages: list[MessageTimes]
     exposes: bool
 
 
@@ -103,7 +103,9 @@ class Profiler:
         recorded: iteration B of this rank's pipeline, on one clock; None until then.
     """
 
-    def __init__(self, planner: Planner, model: Facts, iteration: Callable[[], int], measured: Measured) -> None:
+    def __init__(
+        self, planner: Planner, model: Facts, iteration: Callable[[], int], measured: MeasuredIterations
+    ) -> None:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
         self._planner, self._model, self._iteration, self._measured = planner, model, iteration, measured
@@ -210,7 +212,7 @@ class Profiler:
         print_rank_0(one_line(f"pipeline schedule: {said}"))
 
 
-def _waits(messages: Iterable[Message]) -> Iterable[tuple[Pass, float]]:
+def _waits(messages: Iterable[MessageTimes]) -> Iterable[tuple[Pass, float]]:
     """Time that each pass of an iteration waits for its messages."""
     waits: dict[Pass, float] = defaultdict(float)
     for work, _, exposed in messages:

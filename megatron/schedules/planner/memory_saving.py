@@ -42,7 +42,7 @@ _CLIMBS, _SEARCHING = 128, 0.5
 _FINALISTS, _LONGER = 3, 8
 
 
-Parts = tuple[float, ...]
+StageShares = tuple[float, ...]
 """Share of each stage's layers, in model order."""
 
 
@@ -107,7 +107,7 @@ def save_memory(
 
 def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) -> tuple[Request, float]:
     """``request`` with the best shares found, and the makespan of a climb's plan with them."""
-    first, *others = (_Search(request, climb) for climb in climbs)
+    first, *others = (_SharesSearch(request, climb) for climb in climbs)
     first.grid(lambda part: progress(part * _SEARCHING))
     for other in others:
         other.near(first)
@@ -119,7 +119,7 @@ def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) ->
 
 
 def saved(
-    request: Request, recomputed: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
+    request: Request, recomputed: StageShares | None, offloaded: StageShares | None, chunk_choices: tuple[int, ...]
 ) -> Request:
     """Returns ``request`` with these shares per stage and these numbers of chunks settled."""
     decisions = replace(request.decisions, recomputed=recomputed, offloaded=offloaded)
@@ -183,7 +183,7 @@ class _Climbs:
         return self._costs.on(self.placement, decisions)
 
 
-class _Search:
+class _SharesSearch:
     """Search on one placement.
 
     Args:
@@ -215,7 +215,7 @@ class _Search:
             self._try(shares)
             progress(1 / len(tried))
 
-    def near(self, other: _Search) -> None:
+    def near(self, other: _SharesSearch) -> None:
         """Tries another placement's best shares and their grid neighbours, where they could be shorter."""
         self._hope = other.shortest
         for shares in (other.best, *_around(other.best, _FINEST // _GRID)):

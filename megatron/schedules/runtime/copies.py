@@ -129,7 +129,7 @@ class StreamCopies(Copies):
 
     def _begin(self, stream: Any, pairs: Sequence[Pair], after: Copying | None) -> Copying:
         stream.wait_stream(self._cuda.current_stream(self.device))
-        if isinstance(after, _OnStream):
+        if isinstance(after, _CopiesOnStream):
             stream.wait_event(after.event)
         mark = _unwatched if self.watch is None else self.watch.copying()
         with self._cuda.stream(stream):
@@ -137,7 +137,7 @@ class StreamCopies(Copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             mark()
-        return _OnStream(stream.record_event(), self._cuda, self.device)
+        return _CopiesOnStream(stream.record_event(), self._cuda, self.device)
 
 
 @cache
@@ -147,7 +147,7 @@ def _streams(device: torch.device, both_ways: bool, cuda: Any) -> tuple[Any, Any
     return out, cuda.Stream(device) if both_ways else out
 
 
-class _OnStream:
+class _CopiesOnStream:
     """Copies that end with ``event``."""
 
     def __init__(self, event: Any, cuda: Any, device: torch.device) -> None:
@@ -210,7 +210,7 @@ class _Lane:
 
     def begin(self, pairs: Sequence[Pair], after: Copying | None, watch: CopyWatch | None) -> Copying:
         mark = _unwatched if watch is None else watch.copying()
-        return _InThread(self._thread.submit(partial(self._copy, pairs, after, mark, self._pace.now())))
+        return _CopiesInThread(self._thread.submit(partial(self._copy, pairs, after, mark, self._pace.now())))
 
     def _copy(self, pairs: Sequence[Pair], after: Copying | None, mark: Callable[[], None], begun: float) -> None:
         """Copies, and takes as long as that takes at the lane's rate from when the lane was free."""
@@ -225,7 +225,7 @@ class _Lane:
         mark()
 
 
-class _InThread(NamedTuple):
+class _CopiesInThread(NamedTuple):
     """Copies that a lane has, or has had."""
 
     future: Future[None]

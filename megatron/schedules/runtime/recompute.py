@@ -39,7 +39,7 @@ class Recomputes:
     def __init__(self, capture_state: CaptureState) -> None:
         self.parameters: set[int] = set()
         self._capture_state = capture_state
-        self._waiting: dict[tuple[int, int], list[_Run]] = {}
+        self._waiting: dict[tuple[int, int], list[_RecomputedForward]] = {}
         self._open: tuple[int, int] | None = None
 
     @contextmanager
@@ -80,10 +80,10 @@ class Recomputes:
         """True if a layer that is called now will be recomputed."""
         return self._open is not None
 
-    def add(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
+    def add(self, call: _BoundForward, anchor: Tensor, inputs: Sequence[Tensor]) -> _RecomputedForward:
         """Queues ``call(*inputs)`` for its R pass."""
         assert self._open is not None
-        run = _Run(self, self._open, call, self._capture_state(), anchor, inputs)
+        run = _RecomputedForward(self, self._open, call, self._capture_state(), anchor, inputs)
         self._waiting[self._open].append(run)
         return run
 
@@ -94,11 +94,11 @@ def recompute_layer(layer: torch.nn.Module, recomputes: Recomputes) -> None:
     Its inputs and outputs are tensors and anything else, in lists, tuples and dicts; gradients flow through the tensors
     found there. Hooks of the layer are called in F, those of its submodules in R too.
     """
-    layer.forward = _Forward(layer, recomputes)
+    layer.forward = _LayerForward(layer, recomputes)
     recomputes.parameters.update(map(id, layer.parameters()))
 
 
-class _Call(NamedTuple):
+class _BoundForward(NamedTuple):
     """One call of a layer's forward: its arguments as leaves of a tree, without the tensors, and their positions."""
 
     forward: Callable[..., Any]
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         return self.forward(*args, **kwargs)
 
 
-class _Forward:
+class _LayerForward:
     """Replaces one layer's ``forward``."""
 
     def __init__(self, layer: torch.nn.Module, recomputes: Recomputes) -> None:
@@ -132,26 +132,26 @@ class _Forward:
             leaves[position] = None
         # Autograd has to call I here even if the inputs need no gradient.
         anchor = torch.empty(0, requires_grad=True)
-        run = self._recomputes.add(_Call(self._whole, leaves, tree, positions), anchor, tensors)
+        run = self._recomputes.add(_BoundForward(self._whole, leaves, tree, positions), anchor, tensors)
         return run.output(_Layer.apply(run, anchor, *tensors))
 
 
-class _Run:
+class _RecomputedForward:
     """One forward of a layer, from F to I."""
 
     def __init__(
         self,
         recomputes: Recomputes,
         key: tuple[int, int],
-        call: _Call,
+        call: _BoundForward,
         restore: Restore,
         anchor: Tensor,
         inputs: Sequence[Tensor],
     ) -> None:
         self._recomputes = recomputes
         self._key, self._needing = key, [tensor.requires_grad for tensor in inputs]
-        saved = _Saved.apply(anchor, *(tensor.detach() for tensor in inputs))
-        self._kept: tuple[_Call, Restore, Any] | None = call, restore, saved
+        saved = _SavedInputs.apply(anchor, *(tensor.detach() for tensor in inputs))
+        self._kept: tuple[_BoundForward, Restore, Any] | None = call, restore, saved
         self._output: pytree.TreeSpec | None = None
         self._inputs: list[Tensor | None] = []
         self._starts: list[GradientEdge | None] | None = None
@@ -226,7 +226,7 @@ class _Layer(torch.autograd.Function):
     """A layer whose graph is built later."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, anchor: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: _RecomputedForward, anchor: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         return tuple(run.first(inputs))
@@ -236,7 +236,7 @@ class _Layer(torch.autograd.Function):
         return None, None, *ctx.run.backward(gradients)
 
 
-class _Saved(torch.autograd.Function):
+class _SavedInputs(torch.autograd.Function):
     """Saves tensors for a backward that never runs, so that whatever counts, moves or watches saved tensors sees them.
 
     It is a node of its own because R frees it, before the layer's backward.

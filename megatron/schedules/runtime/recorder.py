@@ -63,7 +63,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Message(NamedTuple):
+class MessageTimes(NamedTuple):
     """A message inside a pass: milliseconds of weight gradients behind it, and of waiting after these."""
 
     work: Pass
@@ -113,7 +113,7 @@ class Recorder(Observer):
         self._open = False
         self._whole: deque[_Run] = deque()
         self.copies: list[Span] = []
-        self.messages: list[Message] = []
+        self.messages: list[MessageTimes] = []
 
     def begin(self) -> None:
         """A run begins: time 0 of its record. Drops an unfinished run."""
@@ -174,7 +174,7 @@ class Recorder(Observer):
         # Computing has waited for the end of each copy, so these marks are passed too.
         self.copies = [Span(copy.work, *(base.elapsed_time(mark) for mark in copy.marks)) for copy in run.copies]
         self.messages = [
-            Message(work, begun.elapsed_time(computed), computed.elapsed_time(arrived))
+            MessageTimes(work, begun.elapsed_time(computed), computed.elapsed_time(arrived))
             for work, (begun, computed, arrived) in run.messages
         ]
         self._free += run.all_marks()

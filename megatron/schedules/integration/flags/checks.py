@@ -156,7 +156,8 @@ def refuse_early(
     """
     args = argparse.Namespace(pipeline_schedule=None)
     try:
-        settings, parser = settings_without_flags(arguments), stock_parser(_Parser(add_help=False, allow_abbrev=False))
+        settings = settings_without_flags(arguments)
+        parser = stock_parser(_RefusingParser(add_help=False, allow_abbrev=False))
         parser.set_defaults(**settings)
         args, others = parser.parse_known_args(argv)
         _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
@@ -211,6 +212,6 @@ class _FlagError(Exception):
         return f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
 
 
-class _Parser(argparse.ArgumentParser):
+class _RefusingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _FlagError(message)

@@ -36,7 +36,7 @@ class TokensSeen(BaseException):
         self.tokens = tokens
 
 
-class Part(torch.nn.Module):
+class VocabularyPart(torch.nn.Module):
     """Rows of a table: tensor-parallel rank t has the t-th block as in stock, pipeline rank r the r-th piece of it.
 
     Args:
@@ -78,7 +78,7 @@ class Part(torch.nn.Module):
         return name, False
 
 
-class EmbeddingPart(Part):
+class EmbeddingPart(VocabularyPart):
     """A rank's part of the embedding; replaces stock's on the rank of stage 0.
 
     Args:
@@ -113,7 +113,7 @@ class EmbeddingPart(Part):
         return rows if group.size() == 1 else mappings.reduce_from_tensor_model_parallel_region(rows, group=group)
 
 
-class OutputPart(Part):
+class OutputPart(VocabularyPart):
     """A rank's part of the output layer; replaces stock's on the rank of the last stage, whose forward ends before it.
 
     Args:
@@ -159,20 +159,20 @@ class OutputPart(Part):
         return (name.removesuffix(OUTPUT) + EMBEDDING, True) if self.tied else super()._named(name)
 
 
-class Parts(NamedTuple):
+class VocabularyParts(NamedTuple):
     """A rank's parts of both tables."""
 
     embedding: EmbeddingPart
     output: OutputPart
 
 
-def parts_of(chunks: Sequence[torch.nn.Module]) -> Parts | None:
+def parts_of(chunks: Sequence[torch.nn.Module]) -> VocabularyParts | None:
     """Returns those in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
     embedding, output = next(_modules(chunks, EmbeddingPart), None), next(_modules(chunks, OutputPart), None)
-    return None if embedding is None or output is None else Parts(embedding, output)
+    return None if embedding is None or output is None else VocabularyParts(embedding, output)
 
 
-def _modules[P: Part](chunks: Sequence[torch.nn.Module], kind: type[P]) -> Iterator[P]:
+def _modules[P: VocabularyPart](chunks: Sequence[torch.nn.Module], kind: type[P]) -> Iterator[P]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, kind))
 
 
