@@ -21,7 +21,7 @@ _SCALING = ("scaling_fwd", "scaling_bwd")
 
 
 def captured(chunks: Chunks) -> Restore:
-    """Captures the state before a training call; returns what restores it, as often as it is called.
+    """Captures the state before a training call; returns a function that restores it, any number of times.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
@@ -69,7 +69,7 @@ class Replayed:
 
 
 def replayed(iterators: Sequence[Any]) -> list[Any]:
-    """Wraps the iterators of all chunks, one that several share only once. What is no iterator stays as it is."""
+    """Wraps each iterator of the chunks once, even if several share it. Other values do not change."""
     wrapped = {id(iterator): Replayed(iterator) for iterator in iterators if hasattr(iterator, "__next__")}
     return [wrapped.get(id(iterator), iterator) for iterator in iterators]
 
@@ -148,7 +148,7 @@ def _scales(chunks: Chunks) -> Restore:
 
 
 def _gradients(chunks: Chunks) -> Restore:
-    """Gradients, and what data parallelism has noted of them. Those that are not zero are copied to the host."""
+    """Gradients, and data parallelism's marks of them. Those that are not zero are copied to the host."""
     by_identity = {id(parameter): parameter for chunk in chunks for parameter in chunk.parameters()}
     parameters: list[Any] = list(by_identity.values())
     wrappers: list[Any] = [chunk for chunk in chunks if hasattr(chunk, "zero_grad_buffer")]

@@ -96,7 +96,7 @@ def _rank(job: JobPlan, rank: int) -> Rank:
 
 
 def _advice(job: JobPlan, room: float) -> str:
-    """Says what would fit: what ``auto`` plans is planned first."""
+    """Plans ``auto``, and returns whether that would fit or what else to do."""
     flag = f"{FLAGS['schedule']} {AUTO}"
     if job.spec.settings.schedule.name == AUTO and job.spec.settings.memory_limit is None:
         return f"nothing that {AUTO} may choose fits: use more GPUs"

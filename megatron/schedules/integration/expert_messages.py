@@ -32,7 +32,7 @@ STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_ove
 
 
 def reset_stocks_own(settings: Any) -> list[str]:
-    """Resets what makes stock hide the messages itself, in arguments or in a configuration; returns what was set."""
+    """Resets stock's own settings for hiding messages, of arguments or a configuration; returns those that were set."""
     names = [name for name in STOCKS_OWN if getattr(settings, name, False)]
     for name in names:
         setattr(settings, name, False)
@@ -63,8 +63,8 @@ EXPOSED = MessageWatch(lambda: _nothing, exposes=True)
 class ExpertMessages:
     """Messages of experts in this process, and what runs behind them.
 
-    The methods that replace stock's functions take these and their arguments, and call them outside :meth:`hidden` and
-    where there is one rank. Ranks of ``group`` share the experts. Rows are (rows, ...), and sizes count those of each
+    The methods that replace stock's functions take the function and its arguments. They call it outside :meth:`hidden`,
+    and if there is one rank. Ranks of ``group`` share the experts. Rows are (rows, ...), and sizes count those of each
     rank.
     """
 

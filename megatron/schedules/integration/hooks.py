@@ -88,7 +88,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
 
 
 def leave_out_recompute(args: Any) -> None:
-    """Takes the flags of Megatron's own recompute back, because the plan goes without it."""
+    """Resets the flags of Megatron's own recompute, because the plan does without it."""
     args.recompute_granularity = args.recompute_method = args.recompute_num_layers = args.recompute_modules = None
     args.distribute_saved_activations = False
 

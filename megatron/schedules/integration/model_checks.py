@@ -94,7 +94,7 @@ def _wrapped(chunks: Iterable[Any], schedule: str) -> str:
 
 
 def _modules(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what is around the model in ``chunk``, which need not be a module, and all modules in it by name."""
+    """Yields the wrappers of the model in ``chunk``, modules or not, and all modules in it, by name."""
     around = chunk
     while around is not None:
         yield "", around
@@ -103,10 +103,10 @@ def _modules(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapper(module: Any) -> type | None:
-    """Returns the class that makes ``module`` a wrapper that is not Megatron's; None if it is none.
+    """Returns the class that makes ``module`` a wrapper that is not Megatron's; None if it is no such wrapper.
 
-    Torch's classes say so. Others have torch's method that switches the reduction of gradients off, or they are around
-    another module, as Megatron looks for it, and have a process group.
+    It is one of torch's classes, or has torch's method that switches the reduction of gradients off, or has a process
+    group and another module under the name that Megatron looks for.
     """
     if isinstance(module, (DistributedDataParallel, TorchFullyShardedDataParallel)):  # the latter uses fully_shard
         return None

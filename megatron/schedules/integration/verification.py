@@ -50,9 +50,9 @@ class _Outcome(NamedTuple):
 class Verification:
     """Runs one training call several times, compares the runs, prints a table, and ends the process.
 
-    The process ends with status 0 where gradients, hooks and loss are those of the reference on all ranks, else with 1;
-    all ranks end with the same. Gradients are compared after their reduction over data-parallel ranks. Those of the
-    first run, and where they differ of the reference, are copied to the host.
+    All ranks end with status 0 if gradients, hooks and loss are those of the reference on all ranks, else with 1.
+    Gradients are compared after their reduction over data-parallel ranks. Those of the first run are copied to the
+    host, and those of the reference where they differ.
 
     Args:
         planner: plans references.
@@ -208,5 +208,5 @@ def _difference(value: Tensor, reference: Tensor) -> float | None:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """Its bytes: NaN equals NaN."""
+    """Bytes of a tensor: NaN equals NaN."""
     return value.contiguous().view(-1).view(torch.uint8)

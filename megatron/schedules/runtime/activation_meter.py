@@ -37,7 +37,7 @@ class ActivationMeter:
 
     @property
     def current(self) -> int:
-        """Bytes now; storages that were resized since they were saved count with their present size."""
+        """Bytes now. Storages that were resized after saving count with their present size."""
         with self._lock:
             self._measure()
             return self._bytes
@@ -49,7 +49,7 @@ class ActivationMeter:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Counts what forwards inside save; put it round backwards too if they recompute."""
+        """Counts what forwards in the block save. Use it for backwards too if they recompute."""
         self._excluded = {key for tensor in self._exclude if (key := _storage_key(tensor)) is not None}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
@@ -119,7 +119,7 @@ class _MeteredStorage:
 
 
 class _MeteredTensor:
-    """Replaces a saved tensor in the graph; its end tells the meter that the graph has freed it."""
+    """Replaces a saved tensor in the graph. Tells the meter when the graph frees it."""
 
     __slots__ = ("key", "meter", "tensor", "version")
 
@@ -148,10 +148,10 @@ def _unpack(saved: _MeteredTensor) -> Tensor:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
-    """Returns the identity of a tensor's storage while that lives.
+    """Returns the identity of a tensor's storage, valid while the storage exists.
 
-    None where there is no single one: a sparse tensor, or one of a class that has its numbers in other tensors, such as
-    a weight's quantized copy. Activations in FP8 are saved as those other tensors.
+    None if the tensor has no single storage: it is sparse, or its class keeps the numbers in other tensors, such as a
+    weight's quantized copy. Activations in FP8 are saved as those other tensors.
     """
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
         return None

@@ -34,10 +34,10 @@ class Observer:
         """The host begins with ``action``."""
 
     def arrived(self) -> None:
-        """The input that the current action has waited for is there; called only where something was waited for."""
+        """The awaited input of the current action has arrived. Not called if nothing was awaited."""
 
     def ended(self, action: Action) -> None:
-        """The host has given all of ``action`` to the device."""
+        """The host has queued all of ``action`` on the device."""
 
 
 def run(
@@ -156,7 +156,7 @@ class _Mailbox:
             self._held[instruction.filled] = pending
 
     def take(self, instruction: Instruction) -> Tensor | None:
-        """Returns what ``instruction`` needs, waiting for other ranks; None where it needs nothing."""
+        """Waits for the input of ``instruction`` and returns it; None if it has no input."""
         if instruction.needed is None:
             return None
         held = self._held.pop(instruction.needed, None)
@@ -170,7 +170,7 @@ class _Mailbox:
         return tensor
 
     def require(self, instruction: Instruction) -> Tensor:
-        """As :meth:`take`, for an instruction that always needs something."""
+        """Works like :meth:`take` for an instruction that always has an input."""
         tensor = self.take(instruction)
         if tensor is None:
             raise ProgramError(f"{instruction.action} needs the result of a collective that its program does not have")

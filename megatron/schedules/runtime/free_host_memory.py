@@ -8,7 +8,7 @@ _MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgro
 
 
 def available_host_bytes() -> int | None:
-    """Returns how much memory this process may still take on the host, in bytes; None where that is unknown.
+    """Returns the host memory that this process can still allocate, bytes; None if unknown.
 
     The kernel and the process's control groups limit it; all ranks of a node share it.
     """
@@ -22,7 +22,7 @@ def _free_of_machine() -> list[int]:
 
 
 def _free_of_groups() -> list[int]:
-    """Returns what the limits of the process's control group and its parents leave; cached files can go."""
+    """Returns the bytes left in the process's control group and its parents; cached files count as free."""
     path = next((line.removeprefix("0::/") for line in _lines(_OWN_GROUP) if line.startswith("0::/")), None)
     if path is None:
         return []

@@ -42,7 +42,7 @@ class HostMemory:
         """Returns a block of at least ``size`` bytes; of those that fit equally well the one released first.
 
         Raises:
-            MemoryError: there is not so much memory.
+            MemoryError: the host has too little memory.
             Exception: whatever ``allocate`` raises.
         """
         index = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
@@ -57,5 +57,5 @@ class HostMemory:
         return block
 
     def release(self, block: HostBlock, read_by: Any) -> None:
-        """``block`` may be used again once the copy ``read_by`` has read it."""
+        """Releases ``block`` for reuse once the copy ``read_by`` has read it."""
         self._free.append(HostBlock(block.memory, read_by))

@@ -40,7 +40,7 @@ class ParameterLeaves:
         watches_all: whether :attr:`partial` is of all parameters, not only of those with hooks of their own.
 
     Attributes:
-        deferring: whose engine's I runs, and in it no backward of user code; None if there is none.
+        deferring: key whose I the engine runs; None outside of I and in a backward of user code.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
     """
@@ -74,7 +74,7 @@ class ParameterLeaves:
             switch(True)
 
     def arrived(self, key: Key) -> list[tuple[Tensor, Tensor]]:
-        """Returns what I left in the leaves of ``key``, as pairs of a parameter and a gradient, and takes it away.
+        """Removes and returns the gradients that I left in the leaves of ``key``, as (parameter, gradient).
 
         These are the gradients of a gradient that user code has computed in the forward (``create_graph``).
         """
@@ -96,9 +96,10 @@ class ParameterLeaves:
 
     @contextmanager
     def input_gradient(self, key: Key) -> Iterator[None]:
-        """Surrounds the engine's I of ``key``. Backwards within its backward are part of it if they are plain.
+        """Surrounds the engine's I of ``key``.
 
-        So are those of recomputed blocks. Not plain are those with ``inputs`` or ``create_graph``.
+        Backwards inside, such as those of recomputed blocks, belong to I unless they have ``inputs`` or
+        ``create_graph``.
         """
         with self._backwards(key), self._hooks_watched(key):
             yield
@@ -170,7 +171,7 @@ class ParameterLeaves:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """Runs a backward. Parameters are those of torch's own function, of which this takes the place."""
+        """Runs a backward in place of torch's own function, with the same parameters."""
         options = keep_graph, create_graph
         if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
             return engine(outputs, gradients, *options, inputs, allow_unreachable, accumulate_grad=True)
@@ -187,7 +188,7 @@ class ParameterLeaves:
         return computed
 
     def _deliver(self, create_graph: bool) -> None:
-        """Adds what arrived in leaves to the gradients of their parameters, whose hooks run."""
+        """Adds the gradients in leaves to those of their parameters, whose hooks run."""
         filled = [stand_in for stand_in in self._open() if stand_in.leaf.grad is not None]
         arrived = [(stand_in.parameter, _take(stand_in.leaf)) for stand_in in filled]
         if arrived:

@@ -170,7 +170,7 @@ class _RecomputedForward:
         return pytree.tree_unflatten(list(leaves), self._output)
 
     def recompute(self) -> None:
-        """R. Of the layer's output it keeps only where the backward starts."""
+        """R: builds the graph. Keeps the start of the backward instead of the layer's output."""
         self._inputs, self._starts = self._graph()
         self._kept = None
 

@@ -94,8 +94,7 @@ class _Run(NamedTuple):
 class Recorder(Observer):
     """Notes when each pass began, once its inputs had arrived, and when it ended.
 
-    Use it for one run after another: :meth:`begin`, the run, :meth:`end`, and whenever the device has come so far
-    :meth:`take`.
+    For each run call :meth:`begin`, run, call :meth:`end`, and call :meth:`take` once the device has finished.
 
     Args:
         clock: makes events, which are used again.
@@ -116,7 +115,7 @@ class Recorder(Observer):
         self.messages: list[MessageTimes] = []
 
     def begin(self) -> None:
-        """A run begins: time 0 of its record. Drops an unfinished run."""
+        """Begins a run at time 0. Drops an unfinished run."""
         self._free += self._run.all_marks()
         self._run, self._open = _Run([], [self._mark()], [], []), False
 
@@ -157,14 +156,14 @@ class Recorder(Observer):
             self._open = False
 
     def end(self) -> None:
-        """The run has ended well."""
+        """Ends a run that succeeded."""
         self._whole.append(self._run)
         self._run = _Run([], [], [], [])
 
     def take(self) -> list[Span] | None:
         """Returns the passes of the oldest run that has not been taken; None where the device has not ended it.
 
-        The passes have the order of the program; both times of a copy are those at which computing passed it.
+        Passes are in program order. Both times of a copy are when computing continued after it.
         """
         if not self._whole or not self._whole[0].marks[-1].query():
             return None

@@ -28,11 +28,11 @@ class Plans(Protocol):
         ...
 
     def prove(self, request: Request, schedule: Schedule) -> Any:
-        """Returns the programs of all ranks, lowered and checked; raises what is wrong with them."""
+        """Returns the programs of all ranks, lowered and checked; raises an error if one is wrong."""
         ...
 
     def adopt(self, request: Request, schedule: Schedule, proved: Any) -> None:
-        """Runs this from the next iteration on; must not fail."""
+        """Runs this schedule from the next iteration on. Must not fail."""
         ...
 
 
@@ -75,7 +75,7 @@ class Replanner:
         return self._request is not None
 
     def start(self, request: Request) -> None:
-        """Starts planning for ``request``, which is the same on all ranks; gives up a plan that is being made."""
+        """Starts planning for ``request``, the same on all ranks. Cancels planning in progress."""
         self.close()
         self._request, self._started, self._round = request, self._now, self._round + 1
         if not self._first:
@@ -101,7 +101,7 @@ class Replanner:
             self._post(self._status())
 
     def close(self) -> None:
-        """Gives up a plan that is being made."""
+        """Cancels planning in progress."""
         if self._search is not None:
             self._search.close()
         self._request = self._search = None
@@ -158,7 +158,7 @@ class Replanner:
 
 
 def _objection(answers: Sequence[str]) -> str:
-    """Returns why not all ``answers`` agree, for the first rank that does not; empty where all do."""
+    """Returns why the first rank that disagrees does so; empty if all ``answers`` agree."""
     parsed = [json.loads(answer) for answer in answers]
     for rank, (mark, fault) in enumerate(parsed):
         if fault:

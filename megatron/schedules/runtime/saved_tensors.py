@@ -45,7 +45,7 @@ class _SavedTensor:
         self.modified = False
 
     def free(self) -> None:
-        """Drops the tensor, and notes how it lay in its storage."""
+        """Drops the tensor, and keeps its position in the storage."""
         tensor = self.tensor
         assert tensor is not None
         self.view = _View(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -143,7 +143,7 @@ class OffloadedForward:
         self.bytes = sum(_rounded(storage.size) for storage in self._moving)
 
     def copy_out(self, block: HostBlock) -> None:
-        """Begins to copy to ``block``, once that has been read."""
+        """Begins to copy to ``block`` once the last copy from it has ended."""
         self._block, offset = block, 0
         pairs: list[Pair] = []
         for storage in self._moving:

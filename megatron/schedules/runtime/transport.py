@@ -164,7 +164,7 @@ def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _device_of(backend: str) -> torch.device:
-    """Returns where ``backend`` takes its tensors from."""
+    """Returns the device of the tensors that ``backend`` sends."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
@@ -273,7 +273,7 @@ class Transport:
         return self._collectives.post(chain)
 
     def finish(self) -> None:
-        """Waits until every send and every collective has completed; raises what one of them raised."""
+        """Waits until every send and every collective has completed; raises the error of any."""
         if self._shapes is not None:
             self._shapes.finish()
         if self._collectives is not None:

@@ -72,7 +72,7 @@ def _of_fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _refuse_what_comes_too_late(settings: Mapping[str, Any], config: Any) -> None:
-    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader."""
+    """Refuses settings that change how the model is built, which is too late, or read Megatron-LM's data loader."""
     layers = settings.get("pipeline_layers")
     late = {
         "shared_vocabulary": settings.get("pipeline_vocabulary_parallel"),
@@ -137,7 +137,7 @@ def _written(layout: Any) -> str:
 
 
 def _optimizer(chunk: Any) -> dict[str, Any]:
-    """Settings that data parallelism has of the optimizer; of an optimizer that is not distributed without it."""
+    """Optimizer settings in data parallelism's configuration; empty without it."""
     ddp = getattr(chunk, "ddp_config", None)
     if ddp is None:
         return {}

@@ -17,7 +17,7 @@ from megatron.schedules.integration.vocabulary.parts import parts_of
 
 
 def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """Returns the embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
+    """Returns the embedding's weight in the first and in the last chunk of ``model``; None unless both have it."""
     parts = parts_of(model)
     if parts is not None:
         return (parts.embedding.weight, parts.output.weight) if parts.output.tied else None

@@ -105,7 +105,7 @@ def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def out_of_buffers(operand: Any) -> Any:
-    """Returns ``operand`` in memory of its own. A quantized one is changed, and any but these is returned as it is."""
+    """Returns ``operand`` in its own memory. A quantized operand is changed in place; others do not change."""
     if type(operand) is Tensor:
         return operand.clone()
     for name in _GATHERED:

@@ -167,7 +167,7 @@ class VocabularyParts(NamedTuple):
 
 
 def parts_of(chunks: Sequence[torch.nn.Module]) -> VocabularyParts | None:
-    """Returns those in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
+    """Returns the parts in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
     embedding, output = next(_modules(chunks, EmbeddingPart), None), next(_modules(chunks, OutputPart), None)
     return None if embedding is None or output is None else VocabularyParts(embedding, output)
 

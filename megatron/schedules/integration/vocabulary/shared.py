@@ -57,7 +57,7 @@ class SharedVocabulary:
         exchange: the ranks and tensors of collectives.
         meter: counts activations; None for not counting.
         reported: takes the user's losses, on the last stage's rank.
-        token_count: the number of tokens that count there is added to it.
+        token_count: incremented by the number of tokens that count.
 
     Attributes:
         last_step: the user's forward step as the last stage runs it.
@@ -154,7 +154,7 @@ class SharedVocabulary:
         return (total * own).to(self._exchange.dtype)
 
     def report_losses(self) -> None:
-        """Reports the losses of all microbatches where no backward does; on the last stage's rank."""
+        """Reports the losses of all microbatches if no backward follows. On the last stage's rank only."""
         for microbatch in sorted(self._losses):
             self._late.report(*self._loss(microbatch))
 
