@@ -24,7 +24,7 @@ PLACES = {
     "planner/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
     "schedule/kinds.py, Kind": r'\n    B = "B"\n',
     "schedule/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
-    "schedule/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\),\n",
+    "schedule/kinds.py, needs of I": r"\n    Kind\.I: \w+\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\),\n",
     "schedule/cost_parts.py, times": r"\n        return \{\n(?=            Kind\.F: tuple)",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
@@ -175,12 +175,12 @@ def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
 from types import SimpleNamespace
 from megatron.schedules.job.rules import refusal
 from megatron.schedules.job.spec import Settings
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
 settings = Settings(ScheduleChoice("1f1b", "1f1b"))
-spec = JobSpec(settings, Sizes(2, 2), stock=StockFlags(frozenset({"use_tp_pp_dp_mapping"})))
+spec = JobSpec(settings, ParallelSizes(2, 2), stock=StockFlags(frozenset({"use_tp_pp_dp_mapping"})))
 print(refusal(spec, plan(Request("1f1b", 2, 4))))
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.utils.errors import PlanError

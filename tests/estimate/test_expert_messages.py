@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.schedules.estimate.build import Kind
+from megatron.schedules.estimate.build import LayerKind
 from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import DEVICES, Roofline
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
@@ -57,7 +57,7 @@ class Free(Roofline):
 def test_f_and_i_of_layers_with_experts_contain_them_and_w_does_not():
     build = built(model(16).trained())
     whole, free = (
-        [layer_times(build, prices(H100), TOKENS, Kind(experts=experts)) for experts in (True, False)]
+        [layer_times(build, prices(H100), TOKENS, LayerKind(experts=experts)) for experts in (True, False)]
         for prices in (Roofline, Free)
     )
     message = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build, Kind
+from megatron.schedules.estimate.build import Build, LayerKind
 from megatron.schedules.estimate.build_flags import numbers
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.parameters import parameters
@@ -80,7 +80,7 @@ def test_primary_weights_have_only_these_copies(recipe: str) -> None:
 def test_products_are_faster_and_attention_takes_as_long_as_in_bf16(recipe: str, speed: int) -> None:
     build = of(recipe)
     free = type("Free", (Prices,), {"stream": lambda self, size, kernels=1: 0.0})()
-    plain, quantized = (layer_times(build, free, 1.0, Kind(quantized=each)) for each in (False, True))
+    plain, quantized = (layer_times(build, free, 1.0, LayerKind(quantized=each)) for each in (False, True))
     scores = layer_work(build).scores
     assert quantized.forward - scores == pytest.approx((plain.forward - scores) / speed)
     assert quantized.input_grad - 2.5 * scores == pytest.approx((plain.input_grad - 2.5 * scores) / speed)
@@ -91,7 +91,8 @@ def test_on_a_gpu_layers_are_faster_by_less_than_products() -> None:
     """Operands must be quantized. A tensor's own scale takes another read."""
     h100 = Roofline(DEVICES["H100-80GB"])
     plain, tensorwise, delayed = (
-        layer_times(of(recipe), h100, 8192.0, Kind(quantized=bool(recipe))) for recipe in ("", "tensorwise", "delayed")
+        layer_times(of(recipe), h100, 8192.0, LayerKind(quantized=bool(recipe)))
+        for recipe in ("", "tensorwise", "delayed")
     )
     assert 0.5 * plain.whole < delayed.whole < tensorwise.whole < 0.8 * plain.whole
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.schedules.estimate.device_memory import RESERVED, Numbers
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.models import MODELS, find_model
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job import plan_job as planning
 from megatron.schedules.job.auto_choices import auto_choices
@@ -19,7 +19,7 @@ from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, check_fits, plan_job
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.spec import Batch, JobModel, JobSpec, Settings, StockLayers
 from megatron.schedules.job.values import DryRun, ScheduleChoice, memory_limit
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.registry import named_within
@@ -28,8 +28,8 @@ from megatron.schedules.planner.service import Plan, make_plan, or_named
 from megatron.schedules.utils.errors import PlanError
 
 BUILD = MODELS["9.6B"].whole
-MODEL = Model(BUILD, Numbers(2, 4, 12))
-LLAMA = Model(find_model("Llama-3-8B --num-layers 16").whole, Numbers(2, 4, 12))
+MODEL = JobModel(BUILD, Numbers(2, 4, 12))
+LLAMA = JobModel(find_model("Llama-3-8B --num-layers 16").whole, Numbers(2, 4, 12))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ LLAMA = Model(find_model("Llama-3-8B --num-layers 16").whole, Numbers(2, 4, 12))
 )
 def test_layers_are_chosen_where_no_flag_says_where_they_are(flag: Any, stock: StockLayers, chosen: Any):
     settings = Settings(ScheduleChoice("auto", "auto"), layers=flag)
-    first = next(auto_choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL, flags=FLAGS)))
+    first = next(auto_choices(JobSpec(settings, ParallelSizes(2, 2), layers=stock, model=MODEL, flags=FLAGS)))
     assert first.settings.layers == chosen
 
 
@@ -58,7 +58,7 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
 ):
     """Ranks have different parameters, and the rank with most of them need not have the most activations."""
     settings = Settings(ScheduleChoice("v-zb", "v-zb"), layers=layers)
-    job = JobSpec(settings, Sizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL, flags=FLAGS)
+    job = JobSpec(settings, ParallelSizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL, flags=FLAGS)
     named = plan_job(job)
     device = _most(named) * (1 + 1e-9) / (1 - RESERVED)
     asked = ScheduleChoice("auto", "auto")
@@ -71,7 +71,7 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
 def test_a_plan_that_holds_more_messages_is_made_again_within_less_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planning, "MESSAGES", 1)
     settings = Settings(ScheduleChoice("auto", "auto"), search_seconds=0.1)
-    job = JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
+    job = JobSpec(settings, ParallelSizes(4, 4), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
     found = plan_job(job, Machine(300 * 2.0**30))
     assert "vocabulary parallelism would make the iteration" in found.plan.explanation
     assert "longer than it" not in found.plan.explanation, "a schedule by name would be shorter"
@@ -82,7 +82,7 @@ def test_schedules_by_name_are_judged_by_what_they_hold_themselves_not_by_the_la
     """Megatron's recompute takes memory beside the limit, by the layers of each stage, of which plans have others."""
     settings = Settings(ScheduleChoice("auto", "auto"))
     recompute = StockRecompute("selective", modules=("mlp",))
-    job = JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
+    job = JobSpec(settings, ParallelSizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
     costs = costs_of(job)
     asked = Request("auto", 4, 8, costs, memory_limit=0.7, recompute_room=0.1, chunk_choices=(1, 2, 4))
     named = make_plan(replace(asked, schedule="zb-1p", memory_limit=None))
@@ -94,7 +94,7 @@ def test_schedules_by_name_are_judged_by_what_they_hold_themselves_not_by_the_la
 def test_the_layers_of_a_schedule_by_name_that_auto_takes_are_settled():
     """Megatron divides only numbers that the stages divide, so the job's layout has to say where the layers are."""
     settings = Settings(ScheduleChoice("auto", "auto"), layers="auto")
-    job = JobSpec(settings, Sizes(3, 3), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
+    job = JobSpec(settings, ParallelSizes(3, 3), Batch(1, 8), StockLayers(16), model=LLAMA, flags=FLAGS)
     asked = request_of(job).request
     long = make_plan(replace(asked, schedule="1f1b", partition=False))
     taken = or_named(Plan(asked, replace(long.request, memory_limit=2.0), long.schedule, tuple(named_within(asked))))
@@ -148,7 +148,7 @@ def test_the_smallest_limit_that_is_named_works_and_a_smaller_one_is_refused():
 
 def _llama(name: str, recompute: StockRecompute, limit: str | None = None) -> JobSpec:
     settings = Settings(ScheduleChoice(name, name), memory_limit(FLAGS["memory_limit"], limit), search_seconds=0.1)
-    return JobSpec(settings, Sizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
+    return JobSpec(settings, ParallelSizes(4, 4), Batch(1, 8), StockLayers(16), recompute, model=LLAMA, flags=FLAGS)
 
 
 def _most(job: JobPlan) -> float:

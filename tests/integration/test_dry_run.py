@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import assumed_gpus, is_first
 from tests.integration.results import MODEL, UNTIED
 
@@ -101,17 +101,17 @@ def test_the_limit_of_an_adaptive_plan_is_seen_in_bytes(megatron):
 @pytest.mark.parametrize(
     ("around", "sizes", "given", "gpus"),
     [
-        ({}, Sizes(0, 4, 2), None, 8),
+        ({}, ParallelSizes(0, 4, 2), None, 8),
         # Experts go over data-parallel ranks, of which there are as many as that takes.
-        ({}, Sizes(0, 4, expert=8, has_experts=True), None, 32),
-        ({"SLURM_NTASKS": "16"}, Sizes(0, 1), None, 16),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, Sizes(0, 1), None, 64),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, Sizes(0, 1), 512, 512),
+        ({}, ParallelSizes(0, 4, expert=8, has_experts=True), None, 32),
+        ({"SLURM_NTASKS": "16"}, ParallelSizes(0, 1), None, 16),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, ParallelSizes(0, 1), None, 64),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, ParallelSizes(0, 1), 512, 512),
     ],
     ids=["one replica", "one replica with experts", "SLURM's", "torchrun's", "as given"],
 )
 def test_the_number_of_gpus_is_assumed_from_launcher_and_sizes(
-    monkeypatch, around: dict[str, str], sizes: Sizes, given: int | None, gpus: int
+    monkeypatch, around: dict[str, str], sizes: ParallelSizes, given: int | None, gpus: int
 ):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import assumed_gpus, check_environment
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
@@ -36,7 +36,7 @@ def test_a_variable_that_is_no_possible_number_is_named(monkeypatch, name: str, 
 def test_so_is_slurms_number_of_tasks_in_a_dry_run(monkeypatch, text: str):
     monkeypatch.setenv("SLURM_NTASKS", text)
     with pytest.raises(PlanError, match=r"^\$SLURM_NTASKS must be "):
-        assumed_gpus(Sizes(0, 1), None)
+        assumed_gpus(ParallelSizes(0, 1), None)
 
 
 def test_a_rank_beyond_the_number_of_processes_is_refused(monkeypatch):

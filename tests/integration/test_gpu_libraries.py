@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.integration.gpu_libraries import LIBRARIES, found
+from megatron.schedules.integration.gpu_libraries import LIBRARIES, libraries_line
 
 SITE = {
     "transformer_engine": "transformer_engine-2.9.0",
@@ -42,18 +42,18 @@ def install(site: Path, *names: str) -> None:
 
 def test_what_is_there_is_named_with_its_version(site: Path) -> None:
     install(site, *SITE)
-    assert found() == "pipeline schedule: found Transformer Engine 2.9.0, flash-attn 2.8.1, Apex 0.1"
+    assert libraries_line() == "pipeline schedule: found Transformer Engine 2.9.0, flash-attn 2.8.1, Apex 0.1"
 
 
 def test_what_is_not_there_is_named_with_where_to_read_on(site: Path) -> None:
     install(site, "transformer_engine", "flash_attn")
-    assert found() == (
+    assert libraries_line() == (
         f"pipeline schedule: found Transformer Engine 2.9.0, flash-attn 2.8.1; not found: Apex {NOWHERE}"
     )
 
 
 def test_with_none_of_them_the_line_says_so(site: Path) -> None:
-    assert found() == (
+    assert libraries_line() == (
         f"pipeline schedule: found none of the GPU libraries; not found: Transformer Engine, flash-attn, Apex {NOWHERE}"
     )
 
@@ -61,10 +61,10 @@ def test_with_none_of_them_the_line_says_so(site: Path) -> None:
 def test_apex_without_its_kernels_is_not_found(site: Path) -> None:
     """Nor is the other project that has its name in the package index."""
     install(site, "apex")
-    assert "Apex" in found().partition("not found")[2]
+    assert "Apex" in libraries_line().partition("not found")[2]
 
 
 def test_one_that_pip_did_not_install_is_named_without_a_version(site: Path) -> None:
     (site / "transformer_engine").mkdir()
     (site / "transformer_engine" / "__init__.py").touch()
-    assert found().startswith("pipeline schedule: found Transformer Engine; ")
+    assert libraries_line().startswith("pipeline schedule: found Transformer Engine; ")

@@ -8,11 +8,11 @@ import pytest
 
 from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import plan_job
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.spec import Batch, JobModel, JobSpec, Settings, StockLayers
 from megatron.schedules.job.values import CostsChoice, MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
@@ -54,8 +54,8 @@ def test_a_host_without_memory_is_told_before_the_start():
         saving=MemorySaving(offload=True, gbps=1e6),
         search_seconds=0.01,
     )
-    model = Model(MODELS["9.6B"].whole, Numbers(2, 4, 12))
-    job = JobSpec(settings, Sizes(2, 2), Batch(1, 8), StockLayers(30), model=model, flags=FLAGS)
+    model = JobModel(MODELS["9.6B"].whole, Numbers(2, 4, 12))
+    job = JobSpec(settings, ParallelSizes(2, 2), Batch(1, 8), StockLayers(30), model=model, flags=FLAGS)
     said = re.search(r"offloaded, ([\d.]+) GiB of each rank's at most on the host", plan_job(job).assumed)
     assert said is not None
     taken = float(said[1]) * 2**30

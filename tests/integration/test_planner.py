@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
 from megatron.schedules.job.auto_choices import auto_choices
 from megatron.schedules.job.plan_job import JobPlan
@@ -29,7 +29,7 @@ LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-q
 
 
 def first_line(request: Request) -> str:
-    spec = JobSpec(Settings(ScheduleChoice(request.schedule, request.schedule)), Sizes(4, 4))
+    spec = JobSpec(Settings(ScheduleChoice(request.schedule, request.schedule)), ParallelSizes(4, 4))
     return summary(JobPlan(spec, make_plan(request))).splitlines()[0]
 
 
@@ -80,5 +80,5 @@ def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
 
 def test_auto_tries_no_choice_twice():
     """Of a model that is not known nothing can be chosen."""
-    spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2), flags=FLAGS)
+    spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), ParallelSizes(2, 2), flags=FLAGS)
     assert list(auto_choices(spec)) == [spec]

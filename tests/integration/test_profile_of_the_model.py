@@ -11,8 +11,7 @@ from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.integration.flags.declared import stock_parser
 from megatron.schedules.job.checks import check_model
 from megatron.schedules.job.job_costs import costs_of
-from megatron.schedules.job.measuring import Measured as MeasuredIterations
-from megatron.schedules.job.measuring import check_folder, measured_iterations
+from megatron.schedules.job.measuring import MeasuredIterations, check_folder, measured_iterations
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.spec import JobSpec, Settings, StockLayers
 from megatron.schedules.job.values import MemoryLimit, ScheduleChoice
@@ -35,7 +35,7 @@ def _planned(limit: float, groups: bool) -> tuple[int, str, str, int]:
         dist.init_process_group("gloo")
     settings = Settings(CHOICE, MemoryLimit(str(limit), limit), search_seconds=0.01)
     plans = shared_plan.SharedPlans()
-    job = plans.job(JobSpec(settings, Sizes(4, 4), layers=StockLayers(16), microbatches=8, flags=FLAGS))
+    job = plans.job(JobSpec(settings, ParallelSizes(4, 4), layers=StockLayers(16), microbatches=8, flags=FLAGS))
     later = plans.planner(job).schedule(12)
     if not groups:
         dist.init_process_group("gloo")  # with the same server

@@ -380,7 +380,7 @@ def an_instance_of_another_make() -> None:
 def what_cannot_be_split_is_refused() -> None:
     import megatron.training  # noqa: F401 - before it Transformer Engine is not looked for
 
-    from megatron.schedules.estimate.parallel_sizes import Sizes
+    from megatron.schedules.estimate.parallel_sizes import ParallelSizes
     from megatron.schedules.integration.flags.declared import FLAGS
     from megatron.schedules.integration.machine import machine_of
     from megatron.schedules.job.rules import refusal
@@ -391,7 +391,7 @@ def what_cannot_be_split_is_refused() -> None:
         schedule: str, *given: str, transformer_impl: str = "transformer_engine", fp8_recipe: str = ""
     ) -> list[str]:
         stock = StockFlags(frozenset(given), transformer_impl, fp8_recipe=fp8_recipe)
-        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), Sizes(2, 2), stock=stock, flags=FLAGS)
+        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), ParallelSizes(2, 2), stock=stock, flags=FLAGS)
         why = refusal(spec, plan(Request(schedule, 2, 4)), machine_of(spec))
         return [why] if why else []
 
@@ -416,7 +416,7 @@ def what_cannot_be_split_is_refused() -> None:
         for row in made.order
     )
     stock = StockFlags(frozenset(["fp8"]), "transformer_engine", fp8_recipe="delayed")
-    spec = JobSpec(Settings(ScheduleChoice("file", "file")), Sizes(2, 2), stock=stock, flags=FLAGS)
+    spec = JobSpec(Settings(ScheduleChoice("file", "file")), ParallelSizes(2, 2), stock=stock, flags=FLAGS)
     recomputing = replace(spec, recompute=StockRecompute("full"))
     assert refusal(recomputing, made) == refusal(spec, replace(made, order=swapped)) == ""
     why = refusal(recomputing, replace(made, order=swapped))

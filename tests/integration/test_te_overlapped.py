@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.job.plan_summary import switched_off
 from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
@@ -73,7 +73,7 @@ def test_planted_faults_are_found(overlapped: Any, recipe: str) -> None:
 def test_the_log_names_what_is_switched_off() -> None:
     def said(schedule: str, *given: str, linears: str = "transformer_engine") -> list[str]:
         stock = StockFlags(frozenset(given), linears)
-        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), Sizes(2, 2), stock=stock)
+        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), ParallelSizes(2, 2), stock=stock)
         return [each.partition(" ")[0] for each in switched_off(spec, make_plan(Request(schedule, 2, 4)).schedule)]
 
     overlap, late = "tp_comm_overlap", "defer_embedding_wgrad_compute"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import FLAGS, stock_parser
 from megatron.schedules.integration.layers import model_shape
@@ -83,7 +83,7 @@ def test_sizes_left_to_a_checkpoint_leave_the_model_open():
 def test_a_shared_one_has_as_many_words_on_every_rank(words, tensor, pipeline, multiple, padded):
     """No more than stock's own padding where that divides, else the fewest that its padding would give and that do."""
     settings = Settings(ScheduleChoice("1f1b", "1f1b"), vocabulary_parallel=True)
-    sizes = Sizes(tensor * pipeline, pipeline, tensor)
+    sizes = ParallelSizes(tensor * pipeline, pipeline, tensor)
     spec = JobSpec(settings, sizes, vocabulary_multiple=multiple, flags=FLAGS)
     assert spec.divisible(words) == padded
     assert padded % (tensor * pipeline) == 0

@@ -8,21 +8,21 @@ from megatron.schedules.estimate.build import Build, Experts, Latent, Shape
 from megatron.schedules.estimate.device_memory import Recompute
 from megatron.schedules.estimate.model_build import StockRecompute, recomputed_share
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.estimate.work import layer_work
 
 
 def test_an_optimizers_state_is_shared_by_replicas_and_of_experts_by_theirs():
-    sizes = Sizes(64, pipeline=4, tensor=2, expert=4, expert_tensor=1, has_experts=True)
+    sizes = ParallelSizes(64, pipeline=4, tensor=2, expert=4, expert_tensor=1, has_experts=True)
     assert sizes.optimizer_shared_by == (1, 1)
-    distributed = Sizes(64, 4, 2, expert=4, has_experts=True, optimizer_instances=2)
+    distributed = ParallelSizes(64, 4, 2, expert=4, has_experts=True, optimizer_instances=2)
     assert distributed.optimizer_shared_by == (4, 2)
 
 
 def test_the_least_world_has_a_place_for_every_expert():
-    assert Sizes(0, pipeline=4, tensor=2, context=3).least_world == 24
-    assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2, has_experts=True).least_world == 64
-    assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2).least_world == 8
+    assert ParallelSizes(0, pipeline=4, tensor=2, context=3).least_world == 24
+    assert ParallelSizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2, has_experts=True).least_world == 64
+    assert ParallelSizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2).least_world == 8
 
 
 def test_recompute_of_a_module_repeats_its_own_products_only():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import memory_limit, memory_saving, schedule_choice
@@ -292,7 +292,7 @@ def test_8_chunks_are_tried_where_a_rank_may_hold_less_than_a_microbatch(
         saving=memory_saving("save_memory", saving),
     )
     flags = dict.fromkeys(("costs", "layers", "memory_limit", "model", "offload"), "")
-    found = request_of(JobSpec(settings, Sizes(4, 4), microbatches=16, flags=flags)).request
+    found = request_of(JobSpec(settings, ParallelSizes(4, 4), microbatches=16, flags=flags)).request
     assert max(found.chunk_choices) == (most if saving == "recompute" else 4)
 
 

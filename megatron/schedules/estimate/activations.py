@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build, Kind, Latent
+from megatron.schedules.estimate.build import Build, Latent, LayerKind
 
 _SINGLE = 4.0
 
@@ -115,7 +115,7 @@ def _norm_input(build: Build, width: float) -> float:
     return build.residual * width
 
 
-def _layer(build: Build, kind: Kind) -> Layer:
+def _layer(build: Build, kind: LayerKind) -> Layer:
     hidden, operand = build.shape.hidden / _between(build), build.operand(quantized=kind.quantized)
     # Of a latent attention's input each of the first two linears has a quantized copy.
     into = (2 if kind.quantized and build.shape.latent else 1) * operand * hidden

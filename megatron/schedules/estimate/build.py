@@ -96,7 +96,7 @@ class Quantized(NamedTuple):
         return self.recipe != "delayed"
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Kind of a decoder layer.
 
     Args:
@@ -227,16 +227,16 @@ class Build:
         return self.shape.experts.where if self.shape.experts else (False,) * self.shape.layers
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
         first, last = self.quantized.ends if self.quantized else (self.shape.layers, 0)
         inner = range(first, self.shape.layers - last)
-        return tuple(Kind(experts, at in inner) for at, experts in enumerate(self.where))
+        return tuple(LayerKind(experts, at in inner) for at, experts in enumerate(self.where))
 
     @property
-    def kind_ahead(self) -> Kind:
+    def kind_ahead(self) -> LayerKind:
         """Kind of the layers of multi-token prediction: in FP8 even if the last layers are not, and never in FP4."""
-        return Kind(self.where[-1], self.quantized is not None and self.quantized.recipe != "nvfp4")
+        return LayerKind(self.where[-1], self.quantized is not None and self.quantized.recipe != "nvfp4")
 
     @property
     def output_quantized(self) -> bool:

@@ -9,7 +9,7 @@ from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
-from megatron.schedules.estimate.work import Work, layer_work
+from megatron.schedules.estimate.work import LayerWork, layer_work
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
@@ -126,7 +126,7 @@ def rank_memory(
     return memory(schedule, on_stages, costs.in_bytes.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 
-def recomputed_share(recompute: Recompute, work: Work, speed: float = 1.0) -> float:
+def recomputed_share(recompute: Recompute, work: LayerWork, speed: float = 1.0) -> float:
     """Share of the forward of a layer that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """Parallel sizes.
 
     Args:
@@ -60,9 +60,9 @@ class Sizes:
         return -(-words // whole) * whole
 
 
-def sizes_of(args: Any, world: int = 0) -> Sizes:
+def sizes_of(args: Any, world: int = 0) -> ParallelSizes:
     """Returns the sizes in Megatron's ``args``, parsed or validated, for a job of ``world`` processes."""
-    return Sizes(
+    return ParallelSizes(
         world,
         args.pipeline_model_parallel_size,
         args.tensor_model_parallel_size,

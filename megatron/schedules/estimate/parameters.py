@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build, Kind
-from megatron.schedules.estimate.work import Product, layer_work
+from megatron.schedules.estimate.build import Build, LayerKind
+from megatron.schedules.estimate.work import LinearShape, layer_work
 
 
 class Count(NamedTuple):
@@ -102,7 +102,7 @@ def _norm(build: Build, width: int) -> float:
     return (2.0 if build.two_norms else 1.0) * width
 
 
-def _layer(build: Build, kind: Kind) -> Count:
+def _layer(build: Build, kind: LayerKind) -> Count:
     hidden, work = build.shape.hidden, layer_work(build, experts=kind.experts)
     linears = _weights((*work.attention, *work.mlp))
     into, out = work.attention[0], work.attention[-1]
@@ -121,17 +121,17 @@ def _layer(build: Build, kind: Kind) -> Count:
     return _counted(build, kind, Count(dense, _mlp(build, routed)), linears)
 
 
-def _counted(build: Build, kind: Kind, count: Count, linears: float) -> Count:
+def _counted(build: Build, kind: LayerKind, count: Count, linears: float) -> Count:
     """Adds how the weights of ``linears`` in ``count`` are stored."""
     if not kind.quantized or build.quantized is None:
         return count
     return count._replace(quantized=linears, primary=linears if build.quantized.primary else 0.0)
 
 
-def _weights(linears: Sequence[Product]) -> float:
+def _weights(linears: Sequence[LinearShape]) -> float:
     return sum(linear.parts * linear.inner * linear.out for linear in linears)
 
 
-def _mlp(build: Build, linears: Sequence[Product]) -> float:
+def _mlp(build: Build, linears: Sequence[LinearShape]) -> float:
     biases = sum(linear.parts * linear.out for linear in linears) if build.biases else 0.0
     return _weights(linears) + biases

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.schedules.estimate.build import Kind
+from megatron.schedules.estimate.build import LayerKind
 from megatron.schedules.estimate.models import Model, built, gpt
 from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
 from megatron.schedules.measure.job_profile import JobProfile
@@ -135,5 +135,5 @@ def corrections(profile: JobProfile, device: Device, model: Model) -> PassTimes:
     )
     build = built(args)
     # tools/profile_passes.py measures in bf16.
-    assumed = layer_times(build, Roofline(device), build.tokens, Kind(any(build.where)))
+    assumed = layer_times(build, Roofline(device), build.tokens, LayerKind(any(build.where)))
     return PassTimes(*(seconds / guess for seconds, guess in zip(profile.layer_seconds, assumed, strict=True)))

@@ -9,15 +9,15 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build, Kind
-from megatron.schedules.estimate.work import Product, Work, layer_work, output_layer
+from megatron.schedules.estimate.build import Build, LayerKind
+from megatron.schedules.estimate.work import LayerWork, LinearShape, layer_work, output_layer
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
 # Products of attention's backward over its forward: fused, which recomputes the scores (arXiv 2205.14135), and unfused.
 _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 # Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
 _MOVED_BY_LOGITS = 18.0, 6.0
-_DENSE = Kind()
+_DENSE = LayerKind()
 
 
 class PassTimes(NamedTuple):
@@ -98,7 +98,7 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     last = Part(whole=Load(*output, tokens * kept.last.forward))
     for _ in range(build.shape.ahead):
         # A projection joins two streams before the layer, and it has logits of its own.
-        projection = Product(2 * build.shape.hidden, build.shape.hidden / build.tensor)
+        projection = LinearShape(2 * build.shape.hidden, build.shape.hidden / build.tensor)
         joined = _linear(build, projection, prices, tokens, quantized=build.kind_ahead.quantized)
         layer = Load(*kinds[build.kind_ahead]).plus(Load(*joined, tokens * kept.ahead.forward))
         last = last.plus(Part(layer, Load(*output)))
@@ -127,7 +127,7 @@ def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> t
     return waiting / mean.forward, waiting / mean.input_grad
 
 
-def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+def expert_messages(build: Build, work: LayerWork, prices: Prices, tokens: float) -> float:
     """Time in which a layer's F, or its I, waits for tokens that travel to their experts and back.
 
     A router spreads tokens evenly. The ranks that share experts are numbered one after another, as Megatron numbers
@@ -142,7 +142,7 @@ def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> 
     return max(prices.sent(size * (near - 1), same_node=True), beyond)
 
 
-def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE) -> PassTimes:
+def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _DENSE) -> PassTimes:
     """Times of one decoder layer. Attention itself is never quantized."""
     work = layer_work(build, experts=kind.experts)
     times = [
@@ -166,8 +166,8 @@ def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
     return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
 
 
-def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
-    inner, out, rows, parts = product
+def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
+    inner, out, rows, parts = linear
     rows_of_part, how = tokens * rows / parts, build.quantized if quantized else None
     speed = 1.0 if how is None else how.speed
     times = PassTimes(
@@ -185,7 +185,7 @@ def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, qu
     )
 
 
-def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+def _messages(build: Build, work: LayerWork, prices: Prices, tokens: float) -> float:
     """Time of experts' messages and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
     shared = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
     return shared + expert_messages(build, work, prices, tokens)

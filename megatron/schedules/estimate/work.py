@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.schedules.estimate.build import Build, Experts, Latent
 
 
-class Product(NamedTuple):
+class LinearShape(NamedTuple):
     """A linear.
 
     Args:
@@ -27,7 +27,7 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.inner * self.out
 
 
-class Work(NamedTuple):
+class LayerWork(NamedTuple):
     """Work of a decoder layer, as in arXiv 2205.05198, appendix A.
 
     Args:
@@ -39,8 +39,8 @@ class Work(NamedTuple):
         experts: true if ``mlp`` are experts.
     """
 
-    attention: tuple[Product, ...]
-    mlp: tuple[Product, ...]
+    attention: tuple[LinearShape, ...]
+    mlp: tuple[LinearShape, ...]
     scores: float
     moved: tuple[float, float]
     routed: float = 0.0
@@ -65,7 +65,7 @@ class Work(NamedTuple):
         return modules.get(module, 0.0) / (self.scores + attention + mlp)
 
 
-def layer_work(build: Build, *, experts: bool = False) -> Work:
+def layer_work(build: Build, *, experts: bool = False) -> LayerWork:
     """Work of one decoder layer, dense or with experts."""
     shape, tensor = build.shape, build.tensor
     linears, scored = _attention(build) if shape.latent is None else _latent(build, shape.latent)
@@ -75,7 +75,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
         mlp, inner = _experts(build, shape.experts)
     compressed = () if shape.latent is None else (shape.latent.query, shape.latent.key_value)
     around = 22.0 * shape.hidden / (tensor if build.sequence_parallel else 1)
-    return Work(
+    return LayerWork(
         attention=linears,
         mlp=mlp,
         # Causal: each token attends to half of the sequence on average, with two products.
@@ -87,39 +87,39 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
     )
 
 
-def output_layer(build: Build) -> Product:
+def output_layer(build: Build) -> LinearShape:
     """The output layer."""
-    return Product(build.shape.hidden, build.shape.vocabulary / build.tensor)
+    return LinearShape(build.shape.hidden, build.shape.vocabulary / build.tensor)
 
 
-def _attention(build: Build) -> tuple[tuple[Product, ...], float]:
+def _attention(build: Build) -> tuple[tuple[LinearShape, ...], float]:
     hidden, queries = build.shape.hidden, build.queries / build.tensor
     keys = float(build.groups * build.head)
-    return (Product(hidden, queries + 2 * keys), Product(queries, hidden)), 2 * queries
+    return (LinearShape(hidden, queries + 2 * keys), LinearShape(queries, hidden)), 2 * queries
 
 
-def _latent(build: Build, latent: Latent) -> tuple[tuple[Product, ...], float]:
+def _latent(build: Build, latent: Latent) -> tuple[tuple[LinearShape, ...], float]:
     """Linears of latent attention. Each tensor-parallel rank has the whole down-projections."""
     hidden, heads = build.shape.hidden, build.shape.heads / build.tensor
     queries, values = heads * (latent.head + latent.position), heads * latent.value
     if latent.query is None:
-        into: tuple[Product, ...] = (Product(hidden, queries),)
+        into: tuple[LinearShape, ...] = (LinearShape(hidden, queries),)
     else:
-        into = Product(hidden, latent.query), Product(latent.query, queries)
+        into = LinearShape(hidden, latent.query), LinearShape(latent.query, queries)
     return (
         *into,
-        Product(hidden, latent.key_value + latent.position),
-        Product(latent.key_value, heads * latent.head + values),
-        Product(values, hidden),
+        LinearShape(hidden, latent.key_value + latent.position),
+        LinearShape(latent.key_value, heads * latent.head + values),
+        LinearShape(values, hidden),
     ), queries + values
 
 
-def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: float = 1.0) -> tuple[Product, ...]:
+def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: float = 1.0) -> tuple[LinearShape, ...]:
     hidden, wide = build.shape.hidden, (2 if build.shape.gated else 1) * inner / tensor
-    return Product(hidden, wide, rows, parts), Product(inner / tensor, hidden, rows, parts)
+    return LinearShape(hidden, wide, rows, parts), LinearShape(inner / tensor, hidden, rows, parts)
 
 
-def _experts(build: Build, experts: Experts) -> tuple[tuple[Product, ...], float]:
+def _experts(build: Build, experts: Experts) -> tuple[tuple[LinearShape, ...], float]:
     """Linears of the experts, and their inner width for one token."""
     rows = experts.chosen * build.expert_tensor / build.tensor
     linears = _linears(build, experts.inner, build.expert_tensor, rows, max(1.0, experts.number))

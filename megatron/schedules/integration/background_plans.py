@@ -33,7 +33,7 @@ from megatron.schedules.search.compiled import compiled_climb
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
-class Planned(NamedTuple):
+class IterationPlan(NamedTuple):
     """Plan of one iteration.
 
     Args:
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
     less: float
 
 
-class Sizes(NamedTuple):
+class IterationSizes(NamedTuple):
     """Sizes of an iteration: n, and the size of a standard microbatch."""
 
     microbatches: int
@@ -79,13 +79,13 @@ class BackgroundPlans:
         self._group, self._sender = _group(self._sends, timeout)
         self._of_size = cache(planner.for_lengths)
         self._thread = ThreadPoolExecutor(1, "plan for lengths")
-        self._next: Future[Planned | None] | None = None
-        self._sizes: Sizes | None = None
-        self._now: Planned | None = None
+        self._next: Future[IterationPlan | None] | None = None
+        self._sizes: IterationSizes | None = None
+        self._now: IterationPlan | None = None
         self._reported = False
         compiled_climb()
 
-    def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
+    def begin(self, iterators: Sequence[Any], sizes: IterationSizes) -> IterationPlan | None:
         """Returns the plan of this iteration and hands out its samples in that order; None for the usual plan.
 
         An iteration that is run again uses the same plan. ``iterators`` has one for each chunk of this rank.
@@ -98,21 +98,23 @@ class BackgroundPlans:
         if coming is None or self._sizes != sizes:
             self._now = self._start(iterators, read, sizes).result()
         if self._now is not None:
-            for each in read:
-                each.hand_out(self._now.order)
+            for iterator in read:
+                iterator.hand_out(self._now.order)
             self._next = self._start(iterators, read, sizes)
         self._report_once()
         return self._now
 
-    def _start(self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: Sizes) -> Future[Planned | None]:
+    def _start(
+        self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: IterationSizes
+    ) -> Future[IterationPlan | None]:
         own = iterators[self._chunk] if self._sends else None
         self._sizes = sizes
         return self._thread.submit(self._plan, read, None if own is None else under(own), sizes)
 
-    def _plan(self, read: Sequence[ReadAhead], own: ReadAhead | None, sizes: Sizes) -> Planned | None:
+    def _plan(self, read: Sequence[ReadAhead], own: ReadAhead | None, sizes: IterationSizes) -> IterationPlan | None:
         n = sizes.microbatches
-        for each in read:
-            each.read(n)
+        for iterator in read:
+            iterator.read(n)
         message: list[Any] = [_lengths(own, n) if self._sends else None]
         dist.broadcast_object_list(message, self._sender, self._group, torch.device("cpu"))
         (lengths,) = message
@@ -122,23 +124,23 @@ class BackgroundPlans:
             return None
         planner: LengthsPlanner = self._of_size(n, self._attention)
         loads = MicrobatchLoads.of(lengths, sizes.sequence, sizes.rows)
-        found, usual = planner.plan(loads), planner.usual(loads)
-        self._agree(found)
-        programs = proved(found.schedule, found.timeline.costs)
-        less = 1 - found.timeline.makespan / usual.timeline.makespan
-        return Planned(programs[self._rank], found.order, found.timeline, less)
+        plan, usual = planner.plan(loads), planner.usual(loads)
+        self._agree(plan)
+        programs = proved(plan.schedule, plan.timeline.costs)
+        less = 1 - plan.timeline.makespan / usual.timeline.makespan
+        return IterationPlan(programs[self._rank], plan.order, plan.timeline, less)
 
-    def _agree(self, found: LengthsPlan) -> None:
+    def _agree(self, plan: LengthsPlan) -> None:
         """Checks that all ranks of the replica have the same plan.
 
         Raises:
             RuntimeError: a rank has another plan.
         """
-        digest = hashlib.sha256(repr((found.order, found.schedule.order)).encode()).digest()[:8]
+        digest = hashlib.sha256(repr((plan.order, plan.schedule.order)).encode()).digest()[:8]
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
         every = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(every, mine, self._group)
-        if any(each != mine for each in every):
+        if any(other != mine for other in every):
             raise RuntimeError(
                 "--pipeline-plan-lengths: ranks of one pipeline have planned an iteration differently: their Python, "
                 "numba or version of this package differ; give all the same"
@@ -180,12 +182,12 @@ def in_loaders_order(losses: Sequence[Any], order: Sequence[int]) -> list[Any]:
 def _group(sends: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
     """Gloo group of this rank's model replica, and the rank in it that sends lengths. Collective over all ranks."""
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    found = of_all_ranks((tuple(mine), sends))
+    by_rank = of_all_ranks((tuple(mine), sends))
     groups = {
         ranks: parallel_state.create_group(list(ranks), timeout=timeout, backend="gloo", group_desc="LENGTHS")
-        for ranks in sorted({ranks for ranks, _ in found})
+        for ranks in sorted({ranks for ranks, _ in by_rank})
     }
-    (sender,) = (rank for rank in mine if found[rank][1])
+    (sender,) = (rank for rank in mine if by_rank[rank][1])
     return groups[tuple(mine)], sender
 
 

@@ -21,7 +21,7 @@ _SCALING = ("scaling_fwd", "scaling_bwd")
 
 
 def captured(chunks: Chunks) -> Restore:
-    """Captures the state before a training call; returns what restores it, as often as it is called.
+    """Captures the state before a training call; returns a function that restores it, any number of times.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
@@ -69,9 +69,9 @@ class Replayed:
 
 
 def replayed(iterators: Sequence[Any]) -> list[Any]:
-    """Wraps the iterators of all chunks, one that several share only once. What is no iterator stays as it is."""
-    wrapped = {id(each): Replayed(each) for each in iterators if hasattr(each, "__next__")}
-    return [wrapped.get(id(each), each) for each in iterators]
+    """Wraps each iterator of the chunks once, even if several share it. Other values do not change."""
+    wrapped = {id(iterator): Replayed(iterator) for iterator in iterators if hasattr(iterator, "__next__")}
+    return [wrapped.get(id(iterator), iterator) for iterator in iterators]
 
 
 def _copied(sample: Any) -> Any:
@@ -129,7 +129,7 @@ def _module_states(chunks: Chunks) -> Restore:
 
 def _scales(chunks: Chunks) -> Restore:
     """Scales and maxima of Transformer Engine's delayed scaling, also of modules that have none before the call."""
-    metas = [vars(each).get("fp8_meta") for chunk in chunks for each in chunk.modules()]
+    metas = [vars(module).get("fp8_meta") for chunk in chunks for module in chunk.modules()]
     states = [(meta, key) for meta in metas if isinstance(meta, dict) for key in _SCALING]
     saved = [
         [(t, t.clone()) for t in vars(meta[key]).values() if isinstance(t, Tensor)] if key in meta else None
@@ -148,12 +148,13 @@ def _scales(chunks: Chunks) -> Restore:
 
 
 def _gradients(chunks: Chunks) -> Restore:
-    """Gradients, and what data parallelism has noted of them. Those that are not zero are copied to the host."""
-    parameters: list[Any] = list({id(each): each for chunk in chunks for each in chunk.parameters()}.values())
+    """Gradients, and data parallelism's marks of them. Those that are not zero are copied to the host."""
+    by_identity = {id(parameter): parameter for chunk in chunks for parameter in chunk.parameters()}
+    parameters: list[Any] = list(by_identity.values())
     wrappers: list[Any] = [chunk for chunk in chunks if hasattr(chunk, "zero_grad_buffer")]
-    marks = [getattr(each, "grad_added_to_main_grad", None) for each in parameters]
-    own = [(each.grad, _on_host(each.grad)) for each in parameters]
-    main = [_on_host(getattr(each, "main_grad", None)) for each in parameters]
+    marks = [getattr(parameter, "grad_added_to_main_grad", None) for parameter in parameters]
+    own = [(parameter.grad, _on_host(parameter.grad)) for parameter in parameters]
+    main = [_on_host(getattr(parameter, "main_grad", None)) for parameter in parameters]
 
     def restore() -> None:
         for wrapper in wrappers:

@@ -31,15 +31,15 @@ def load_base_checkpoint(
     stock: Stock, session: Session, load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any
 ) -> Any:
     """Refuses the old checkpoint format if it would load layers into the wrong stages."""
-    found = stock(load_dir, args, rank0=rank0, **kwargs)
+    loaded = stock(load_dir, args, rank0=rank0, **kwargs)
     moved = session.planner is not None and not session.planner.placement.looped
     # The last value is None if there is no checkpoint. Versions have its type in different modules.
-    if moved and not rank0 and getattr(found[-1], "name", None) == "LEGACY":
+    if moved and not rank0 and getattr(loaded[-1], "name", None) == "LEGACY":
         raise RuntimeError(
             f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
             "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
         )
-    return found
+    return loaded
 
 
 def for_two_copies(mend: Callable[[dict[str, Any]], None]) -> Stock:

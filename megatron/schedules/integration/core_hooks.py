@@ -72,8 +72,8 @@ def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
 def _select_pipeline_segment(
     stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
 ) -> tuple[list[str], int]:
-    found: tuple[list[str], int] | None = hybrid_stage(session, pattern, vp_stage)
-    return found or stock(pattern, pp_group, vp_stage, *args, **kwargs)
+    segment: tuple[list[str], int] | None = hybrid_stage(session, pattern, vp_stage)
+    return segment or stock(pattern, pp_group, vp_stage, *args, **kwargs)
 
 
 def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:

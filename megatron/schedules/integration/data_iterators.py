@@ -36,7 +36,7 @@ def evaluate_and_print_results(
 ) -> Any:
     """Evaluates. Passes a list for each validation set, not for each chunk."""
     several = session.planner is not None and session.planner.placement.chunks > 1
-    if several and session.args.multiple_validation_sets and all(isinstance(each, list) for each in data_iterator):
+    if several and session.args.multiple_validation_sets and all(isinstance(sets, list) for sets in data_iterator):
         data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
     return stock(prefix, step, data_iterator, *rest, **kwargs)
 
@@ -46,12 +46,12 @@ def skip_iteration(stock: Stock, session: Session, data_iterator: Any) -> None:
     if session.planner is None:
         stock(data_iterator)
         return
-    reading = [each for each in listed(data_iterator) if each is not None]
+    reading = [iterator for iterator in listed(data_iterator) if iterator is not None]
     machine, count = get_rerun_state_machine(), get_num_microbatches()
     while machine.should_run_forward_backward(data_iterator):  # it counts iterations
-        for each in reading:
+        for iterator in reading:
             for _ in range(count):
-                next(each)
+                next(iterator)
 
 
 def save_loader_state(stock: Stock, session: Session, data_iterator: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import ONE_REPLICA, assumed_gpus
 from megatron.schedules.integration.flags.checks import made, planned
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -66,7 +66,7 @@ def dry_run_early(spec: JobSpec) -> None:
             dry_run(planned(spec))
 
 
-def _heading(sizes: Sizes, source: str) -> str:
+def _heading(sizes: ParallelSizes, source: str) -> str:
     parts = {"tensor": sizes.tensor, "context": sizes.context, "expert": sizes.expert, "pipeline": sizes.pipeline}
     parts["data"] = sizes.world // sizes.of_replica
     said = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
@@ -96,7 +96,7 @@ def _rank(job: JobPlan, rank: int) -> Rank:
 
 
 def _advice(job: JobPlan, room: float) -> str:
-    """Says what would fit: what ``auto`` plans is planned first."""
+    """Plans ``auto``, and returns whether that would fit or what else to do."""
     flag = f"{FLAGS['schedule']} {AUTO}"
     if job.spec.settings.schedule.name == AUTO and job.spec.settings.memory_limit is None:
         return f"nothing that {AUTO} may choose fits: use more GPUs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron.schedules.estimate.bounds import within
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
@@ -36,10 +36,10 @@ def check_environment() -> None:
     Raises:
         PlanError: a variable is wrong; the error names it.
     """
-    found = {name: whole_variable(name, unset) for name, unset in _READ.items()}
+    values = {name: whole_variable(name, unset) for name, unset in _READ.items()}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if size in os.environ and found[rank] >= found[size]:
-            raise PlanError(f"${rank} must be less than ${size}, which is {found[size]}, not {found[rank]}")
+        if size in os.environ and values[rank] >= values[size]:
+            raise PlanError(f"${rank} must be less than ${size}, which is {values[size]}, not {values[rank]}")
 
 
 def is_first() -> bool:
@@ -48,7 +48,7 @@ def is_first() -> bool:
     return rank is None or rank <= 0
 
 
-def assumed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:
+def assumed_gpus(sizes: ParallelSizes, given: int | None) -> tuple[int, str]:
     """Returns the number of GPUs and its source: the flag, torchrun, SLURM, or one replica of the model.
 
     Args:

@@ -20,7 +20,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-Sizes = Sequence[int] | None
+SplitSizes = Sequence[int] | None
 """Rows to or from each rank; None if equal."""
 
 RunAhead = Callable[[int], Callable[[], None]]
@@ -32,11 +32,11 @@ STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_ove
 
 
 def reset_stocks_own(settings: Any) -> list[str]:
-    """Resets what makes stock hide the messages itself, in arguments or in a configuration; returns what was set."""
-    found = [name for name in STOCKS_OWN if getattr(settings, name, False)]
-    for name in found:
+    """Resets stock's own settings for hiding messages, of arguments or a configuration; returns those that were set."""
+    names = [name for name in STOCKS_OWN if getattr(settings, name, False)]
+    for name in names:
         setattr(settings, name, False)
-    return found
+    return names
 
 
 class MessageWatch(NamedTuple):
@@ -63,8 +63,8 @@ EXPOSED = MessageWatch(lambda: _nothing, exposes=True)
 class ExpertMessages:
     """Messages of experts in this process, and what runs behind them.
 
-    The methods that replace stock's functions take these and their arguments, and call them outside :meth:`hidden` and
-    where there is one rank. Ranks of ``group`` share the experts. Rows are (rows, ...), and sizes count those of each
+    The methods that replace stock's functions take the function and its arguments. They call it outside :meth:`hidden`,
+    and if there is one rank. Ranks of ``group`` share the experts. Rows are (rows, ...), and sizes count those of each
     rank.
     """
 
@@ -103,8 +103,8 @@ class ExpertMessages:
         stock: Callable[..., Tensor],
         group: ProcessGroup,
         rows: Tensor,
-        output_split_sizes_: Sizes = None,
-        input_split_sizes: Sizes = None,
+        output_split_sizes_: SplitSizes = None,
+        input_split_sizes: SplitSizes = None,
         use_nccl_stream: bool = False,
     ) -> Tensor:
         """Sends rows to and receives rows from each rank of ``group``, as stock's ``all_to_all`` does."""
@@ -122,7 +122,7 @@ class ExpertMessages:
         rows: Tensor,
         tensor_parallel_output_grad: bool = True,
         group: ProcessGroup | None = None,
-        output_split_sizes: Sizes = None,
+        output_split_sizes: SplitSizes = None,
         use_global_buffer: bool = False,
     ) -> Tensor:
         """Gathers the rows of all ranks of ``group``, as ``gather_from_sequence_parallel_region`` does.
@@ -141,7 +141,7 @@ class ExpertMessages:
         stock: Callable[..., Tensor],
         rows: Tensor,
         group: ProcessGroup | None = None,
-        input_split_sizes: Sizes = None,
+        input_split_sizes: SplitSizes = None,
         use_global_buffer: bool = False,
     ) -> Tensor:
         """Sums rows over ``group`` and returns this rank's, as ``reduce_scatter_to_sequence_parallel_region`` does."""
@@ -216,10 +216,10 @@ class _Buffer:
 
     def _started(self, rows: Tensor, received: Tensor, *more: Any) -> tuple[Any, ...]:
         *results, event = more
-        return received, *results, _Event(event, partial(self._run_ahead, _bytes(rows, received)))
+        return received, *results, _MessageEnd(event, partial(self._run_ahead, _bytes(rows, received)))
 
 
-class _Event:
+class _MessageEnd:
     """End of a message that has started."""
 
     def __init__(self, event: Any, run_ahead: Callable[[], Callable[[], None]]) -> None:
@@ -244,14 +244,16 @@ class _Moved(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def _exchanged(rows: Tensor, group: ProcessGroup, received: Sizes, sent: Sizes, run_ahead: RunAhead) -> Tensor:
+def _exchanged(
+    rows: Tensor, group: ProcessGroup, received: SplitSizes, sent: SplitSizes, run_ahead: RunAhead
+) -> Tensor:
     rows = rows.contiguous()
     result = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
     start = partial(torch.distributed.all_to_all_single, result, rows, received, sent, group=group)
     return _behind(start, rows, result, run_ahead)
 
 
-def _gathered(rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
+def _gathered(rows: Tensor, group: ProcessGroup, sizes: SplitSizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
     rows = rows.contiguous()
     result = _empty(rows, len(rows) * group.size() if sizes is None else sum(sizes), buffered)
     if sizes is None:
@@ -261,7 +263,7 @@ def _gathered(rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, r
     return _behind(start, rows, result, run_ahead)
 
 
-def _scattered(rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
+def _scattered(rows: Tensor, group: ProcessGroup, sizes: SplitSizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
     rows = rows.contiguous()
     result = _empty(rows, len(rows) // group.size() if sizes is None else sizes[group.rank()], buffered)
     if sizes is None:

@@ -163,8 +163,8 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         assert data_iterator is not None, "a chunk that reads data has an iterator"
-        found = next(data_iterator)
-        batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
+        data = next(data_iterator)
+        batch = {key: data[key].cuda(non_blocking=True) if key in data else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packs(args),

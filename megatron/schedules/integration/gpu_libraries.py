@@ -51,7 +51,7 @@ def is_there(library: Library) -> bool:
     return all(sys.modules.get(name) or find_spec(name) is not None for name in library.modules)
 
 
-def found(libraries: Sequence[Library] = LIBRARIES) -> str:
+def libraries_line(libraries: Sequence[Library] = LIBRARIES) -> str:
     """Returns a log line about the libraries."""
     here = [library for library in libraries if is_there(library)]
     lacking = ", ".join(library.name for library in libraries if library not in here)

@@ -88,7 +88,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
 
 
 def leave_out_recompute(args: Any) -> None:
-    """Takes the flags of Megatron's own recompute back, because the plan goes without it."""
+    """Resets the flags of Megatron's own recompute, because the plan does without it."""
     args.recompute_granularity = args.recompute_method = args.recompute_num_layers = args.recompute_modules = None
     args.distribute_saved_activations = False
 
@@ -179,12 +179,12 @@ def _print_rank_last(stock: Stock, session: Session, message: str) -> None:
     Writers and replanning get them too.
     """
     job = session.job
-    found = None if job is None else job.log.logged(job.function.peaks.bytes)
-    if job is not None and found is not None:
-        message = "\n".join([message + found.words(), *found.warnings()])
-        _write_scalars(found.scalars(), session.iteration())
+    logged = None if job is None else job.log.logged(job.function.peaks.bytes)
+    if job is not None and logged is not None:
+        message = "\n".join([message + logged.words(), *logged.warnings()])
+        _write_scalars(logged.scalars(), session.iteration())
         if job.replan is not None:
-            job.replan.logged(found)
+            job.replan.logged(logged)
     stock(message)
 
 

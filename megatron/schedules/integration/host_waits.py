@@ -141,15 +141,15 @@ def _now() -> torch.cuda.Event:
 
 
 @contextmanager
-def host_waits(found: Counter[str] | None) -> Iterator[None]:
-    """Adds the waits inside the block to ``found``, by file and line, as torch's debug mode reports them.
+def host_waits(counts: Counter[str] | None) -> Iterator[None]:
+    """Adds the waits inside the block to ``counts``, by file and line, as torch's debug mode reports them.
 
     Other warnings are shown after the block.
 
     Args:
-        found: the counts; None to count nothing. Counting needs a GPU.
+        counts: the counts; None to count nothing. Counting needs a GPU.
     """
-    if found is None:
+    if counts is None:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -160,8 +160,8 @@ def host_waits(found: Counter[str] | None) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for each in shown:
-        if _WAIT in str(each.message):
-            found[f"{Path(each.filename).name}:{each.lineno}"] += 1
+    for warning in shown:
+        if _WAIT in str(warning.message):
+            counts[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
         else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -17,7 +17,7 @@ from megatron.schedules.integration.log.run_log import Logged, RunLog, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.rank_device import bytes_left
 from megatron.schedules.integration.schedule_function import ScheduleFunction
-from megatron.schedules.job.measuring import Measured
+from megatron.schedules.job.measuring import MeasuredIterations
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.job_profile import JobProfile
@@ -57,10 +57,10 @@ class JobReplan:
         planner: Planner,
         function: ScheduleFunction,
         slow: SlowWatch,
-        profiler: Callable[[Measured], Profiler],
+        profiler: Callable[[MeasuredIterations], Profiler],
         iteration: Callable[[], int],
         *,
-        measured: Measured | None,
+        measured: MeasuredIterations | None,
         flags: RunFlags,
         limit: MemoryLimit | None,
         adopts: bool,
@@ -95,18 +95,18 @@ class JobReplan:
             self._measure = False
             self._function.profiler = self._profiler(_to_measure(self._iteration(), self._file))
 
-    def logged(self, found: Logged) -> None:
+    def logged(self, iteration: Logged) -> None:
         """Handles a logged iteration, on all ranks. If a rank or a link has become slow, the job measures again."""
         if self._profile is None or self._replanner.under_way:
             return
-        idle = self._idle.add(found.measured.bubble)
-        if idle and not found.slow:
+        idle = self._idle.add(iteration.measured.bubble)
+        if idle and not iteration.slow:
             print_rank_last(
                 "pipeline schedule: WARNING: the pipeline idles more than it did, "
-                f"{100 * found.measured.bubble:.1f} % of its time, and no rank computes more slowly: messages are "
+                f"{100 * iteration.measured.bubble:.1f} % of its time, and no rank computes more slowly: messages are "
                 "profiled anew"
             )
-        self._measure = self._measure or bool(found.slow) or idle
+        self._measure = self._measure or bool(iteration.slow) or idle
 
     def _begin(self, profile: JobProfile) -> None:
         before, self._profile = self._profile, profile
@@ -135,17 +135,18 @@ class JobReplan:
         """Memory limit for the devices' free memory, as a fraction of 1F1B's: the smallest of all ranks."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         assert request.costs.in_bytes is not None, "the job has a model"
-        each = request.costs.in_bytes.of_rank(request.ranks)
+        microbatch_bytes = request.costs.in_bytes.of_rank(request.ranks)
         peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
-        left = bytes_left(peak * each)
-        limit, tightest = reduced([of_1f1b(peak * each + left, request.ranks, each), left], dist.ReduceOp.MIN)
-        rounded = math.floor(1e3 * limit) / 1e3  # down, so that the printed limit is the exact one
-        found = min(max(rounded, least_limit(request)), request.microbatches / request.ranks)
+        left = bytes_left(peak * microbatch_bytes)
+        own = of_1f1b(peak * microbatch_bytes + left, request.ranks, microbatch_bytes)
+        exact, tightest = reduced([own, left], dist.ReduceOp.MIN)
+        rounded = math.floor(1e3 * exact) / 1e3  # down, so that the printed limit is the exact one
+        limit = min(max(rounded, least_limit(request)), request.microbatches / request.ranks)
         _say(
-            f"memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
-            f"{amount(each)} a microbatch"
+            f"memory limit: {limit:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
+            f"{amount(microbatch_bytes)} a microbatch"
         )
-        return found
+        return limit
 
 
 class RunningJob(NamedTuple):
@@ -166,19 +167,19 @@ def _say(line: str) -> None:
     print_rank_0(f"pipeline schedule: {line}")
 
 
-def first_measurement(measured: Measured | None, begun: int) -> Measured:
+def first_measurement(measured: MeasuredIterations | None, begun: int) -> MeasuredIterations:
     """First measurement for replanning: ``measured``, which the job makes in any case, if it has not passed yet."""
     if measured is not None and measured.counted > begun:
         return measured
     return _to_measure(begun + 1, None if measured is None else measured.file)
 
 
-def _to_measure(iteration: int, file: Path | None) -> Measured:
+def _to_measure(iteration: int, file: Path | None) -> MeasuredIterations:
     """Measurement for a decision made before ``iteration``, written to ``file``."""
-    return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
+    return MeasuredIterations(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
 
 
 def _usual_pass(profile: JobProfile) -> float:
     """Average time of a pass, milliseconds."""
-    times: Sequence[float] = [each.median for stage in profile.stages for each in stage.times.values()]
+    times: Sequence[float] = [passes.median for stage in profile.stages for passes in stage.times.values()]
     return sum(times) / len(times)

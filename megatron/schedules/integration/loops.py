@@ -19,7 +19,7 @@ from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
 from megatron.schedules.integration.flags.configuration import loop_job
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.gpu_libraries import libraries_line
 from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, RunningJob, first_measurement
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
@@ -32,7 +32,7 @@ from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.job_costs import attention_of
-from megatron.schedules.job.measuring import Measured, measured_iterations
+from megatron.schedules.job.measuring import MeasuredIterations, measured_iterations
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.plan_summary import summary, switched_off
 from megatron.schedules.job.spec import JobSpec, StockLayers
@@ -149,9 +149,9 @@ def _begun(
 ) -> RunningJob:
     """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
     spec, settings = job.spec, job.spec.settings
-    off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
+    off = [f"pipeline schedule: {sentence}" for sentence in switched_off(spec, planner.first)]
     if dist.get_rank() == 0:  # it plans schedules by name, to compare with
-        print_rank_0("\n".join([summary(job), found(), *off]))
+        print_rank_0("\n".join([summary(job), libraries_line(), *off]))
     measured = measured_iterations(settings.measuring, flags.train_iters)
     profiler = partial(Profiler, planner, flags.model, iteration)
     log = RunLog(planner, iteration, flags.log_interval)
@@ -187,7 +187,7 @@ def _begun(
     return RunningJob(function, log, replan)
 
 
-def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
+def _replans(spec: JobSpec, planner: Planner, first: MeasuredIterations, end: int) -> bool:
     """Returns whether the job plans again after its ``first`` measurement, before the ``end`` of this run.
 
     Without a flag, ``auto`` does so to say what a plan for measured costs would gain. Logs it then, and if a flag

@@ -52,9 +52,9 @@ class Deferred(NamedTuple):
 
     def assert_empty(self) -> None:
         """Raises an error if deferred work remains after all passes."""
-        for each in self:
-            if each is not None:
-                each.assert_empty()
+        for work in self:
+            if work is not None:
+                work.assert_empty()
 
 
 class ModelBinding:

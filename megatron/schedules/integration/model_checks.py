@@ -42,9 +42,9 @@ def refuse_unfit(chunks: Sequence[Any], schedule: ScheduleChoice, placement: Pla
         placement: of the stages of these chunks; None if they are where stock has them.
     """
     own = (_misplaced(chunks, placement), _wrapped(chunks, schedule.name), _unsynchronized(chunks))
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, next(filter(None, own), ""))
-    if why := next(filter(None, found), ""):
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, next(filter(None, own), ""))
+    if why := next(filter(None, reasons), ""):
         refuse(f"{FLAGS['schedule']} {schedule.text} {why}")
 
 
@@ -74,8 +74,8 @@ def _ends(chunk: Any) -> tuple[bool, bool] | None:
 
 def _wrapped(chunks: Iterable[Any], schedule: str) -> str:
     """Reason why gradients would be wrong in a wrapper among ``chunks``; empty if they are right, or as in stock."""
-    whole = [each for each in NAMES if not splits(each)]
-    for name, module in (each for chunk in chunks for each in _modules(chunk)):
+    whole = [name for name in NAMES if not splits(name)]
+    for name, module in (named for chunk in chunks for named in _modules(chunk)):
         wrapper = _wrapper(module)
         if wrapper is None:
             continue
@@ -94,7 +94,7 @@ def _wrapped(chunks: Iterable[Any], schedule: str) -> str:
 
 
 def _modules(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what is around the model in ``chunk``, which need not be a module, and all modules in it by name."""
+    """Yields the wrappers of the model in ``chunk``, modules or not, and all modules in it, by name."""
     around = chunk
     while around is not None:
         yield "", around
@@ -103,10 +103,10 @@ def _modules(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapper(module: Any) -> type | None:
-    """Returns the class that makes ``module`` a wrapper that is not Megatron's; None if it is none.
+    """Returns the class that makes ``module`` a wrapper that is not Megatron's; None if it is no such wrapper.
 
-    Torch's classes say so. Others have torch's method that switches the reduction of gradients off, or they are around
-    another module, as Megatron looks for it, and have a process group.
+    It is one of torch's classes, or has torch's method that switches the reduction of gradients off, or has a process
+    group and another module under the name that Megatron looks for.
     """
     if isinstance(module, (DistributedDataParallel, TorchFullyShardedDataParallel)):  # the latter uses fully_shard
         return None
@@ -124,7 +124,7 @@ def _has_group(module: Any) -> bool:
     """Returns whether ``module`` itself holds a process group, or a list or dictionary of them."""
     for value in getattr(module, "__dict__", {}).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(each, _GROUPS) for each in values):
+        if any(isinstance(member, _GROUPS) for member in values):
             return True
     return False
 

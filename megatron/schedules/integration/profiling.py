@@ -19,7 +19,7 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import EXPOSED, MessageWatch
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.log.rank_lines import print_rank_0
-from megatron.schedules.job.measuring import Measured
+from megatron.schedules.job.measuring import MeasuredIterations
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
@@ -39,7 +39,7 @@ from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.planner import Planner
-from megatron.schedules.runtime.recorder import ByteCounter, Message, Recorder, Span, StreamClock
+from megatron.schedules.runtime.recorder import ByteCounter, MessageTimes, Recorder, Span, StreamClock
 from megatron.schedules.schedule.kinds import KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time, simulate
@@ -80,7 +80,7 @@ class _Iteration:
     schedule: Schedule
     passes: list[Timed]
     copies: list[Timed]
-    messages: list[Message]
+    messages: list[MessageTimes]
     exposes: bool
 
 
@@ -103,7 +103,9 @@ class Profiler:
         recorded: iteration B of this rank's pipeline, on one clock; None until then.
     """
 
-    def __init__(self, planner: Planner, model: Facts, iteration: Callable[[], int], measured: Measured) -> None:
+    def __init__(
+        self, planner: Planner, model: Facts, iteration: Callable[[], int], measured: MeasuredIterations
+    ) -> None:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
         self._planner, self._model, self._iteration, self._measured = planner, model, iteration, measured
@@ -156,39 +158,40 @@ class Profiler:
         )
 
     def _taken(self) -> list[_Iteration]:
-        found = []
+        iterations = []
         for number, schedule, exposes in self._numbers:
             spans = self._recorder.take()
             assert spans is not None, "the device is idle"
             passes = [_placed(span) for span in spans]
             messages = self._recorder.messages
-            found.append(_Iteration(number, schedule, passes, [*self._recorder.copies], messages, exposes))
+            iterations.append(_Iteration(number, schedule, passes, [*self._recorder.copies], messages, exposes))
         self._numbers = []
-        return found
+        return iterations
 
     def _gather(self) -> None:
         assert self._bytes is not None
         torch.cuda.synchronize()
         iterations, changes = self._taken(), self._bytes.changes
         group = parallel_state.get_pipeline_model_parallel_group()
-        timed = [each for each in iterations if each.exposes or not each.messages]
-        without = [replace(each, messages=[]) for each in iterations]  # for fewer bytes
+        timed = [iteration for iteration in iterations if iteration.exposes or not iteration.messages]
+        without = [replace(iteration, messages=[]) for iteration in iterations]  # for fewer bytes
         passes = sum(map(len, iterations[-1].schedule.order))
+        exposed = sum(message.exposed for message in iterations[-1].messages)
         most = max(1, min(_MOST_ITERATIONS, _MOST_PASSES // passes))
         told = of_all_ranks((without[-most:], changes), group)
         measured = rank_measured(
             dist.get_rank(group),
-            [each for iteration in timed for each in iteration.passes],
-            [each for iteration in iterations for each in iteration.copies],
+            [timed_pass for iteration in timed for timed_pass in iteration.passes],
+            [copy for iteration in iterations for copy in iteration.copies],
             changes,
             latencies([gaps(every[0].schedule, *_times(every)) for every in zip(*(of for of, _ in told), strict=True)]),
             waits=[wait for iteration in timed for wait in _waits(iteration.messages)],
-            exposed=sum(each.exposed for each in iterations[-1].messages) if len(timed) < len(iterations) else None,
+            exposed=exposed if len(timed) < len(iterations) else None,
         )
         costs, decisions, schedule = self._planner.costs, self._planner.decisions, iterations[-1].schedule
         under = Conditions(self._model._replace(device=_device()), schedule, costs, decisions, self._measured.timed)
         self.profile = profile_of(of_all_ranks(measured), under)
-        self.recorded = _recorded([of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, under)
+        self.recorded = _recorded([of[-1] for of, _ in told], [dict(rank) for _, rank in told], self.profile, under)
         print_rank_0(as_text(self.profile, self.recorded))
         if self._measured.file is not None and dist.get_rank() == 0:
             self._save(self.profile)
@@ -209,12 +212,12 @@ class Profiler:
         print_rank_0(one_line(f"pipeline schedule: {said}"))
 
 
-def _waits(messages: Iterable[Message]) -> Iterable[tuple[Pass, float]]:
+def _waits(messages: Iterable[MessageTimes]) -> Iterable[tuple[Pass, float]]:
     """Time that each pass of an iteration waits for its messages."""
-    found: dict[Pass, float] = defaultdict(float)
+    waits: dict[Pass, float] = defaultdict(float)
     for work, _, exposed in messages:
-        found[work] += exposed
-    return found.items()
+        waits[work] += exposed
+    return waits.items()
 
 
 def _placed(span: Span) -> Timed:
@@ -225,7 +228,7 @@ def _placed(span: Span) -> Timed:
 
 def _times(ranks: Sequence[_Iteration]) -> tuple[list[list[float]], list[list[float]]]:
     """Returns starts and ends of one iteration, by rank."""
-    starts, ends = ([[each[at] for each in rank.passes] for rank in ranks] for at in (1, 2))
+    starts, ends = ([[timed_pass[at] for timed_pass in rank.passes] for rank in ranks] for at in (1, 2))
     return starts, ends  # type: ignore[return-value]
 
 

@@ -68,8 +68,8 @@ class PeakReport:
         self._next = False
         self.bytes = torch.cuda.max_memory_allocated() - self._before if self._meter is None else self._meter.peak
         peaks = of_all_ranks(self.bytes, self._group)
-        each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
-        self._say(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+        by_rank = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
+        self._say(f"pipeline schedule: peak activation memory measured: {by_rank}; worst {max(peaks)} bytes")
 
 
 class PeakWatch:

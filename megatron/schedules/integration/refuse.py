@@ -52,10 +52,10 @@ def _lower_ranks() -> list[Path]:
     rank = _rank(own)
     if rank is None:
         return []
-    found = {process: _environment(process) for process in Path("/proc").glob("[0-9]*")}
+    environments = {process: _environment(process) for process in Path("/proc").glob("[0-9]*")}
     return [
         process
-        for process, environment in found.items()
+        for process, environment in environments.items()
         if (other := _rank(environment)) is not None
         and other < rank
         and all(environment.get(name) == own.get(name) for name in _OF_A_JOB)

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron.schedules.integration.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.background_plans import (
+    BackgroundPlans,
+    IterationPlan,
+    IterationSizes,
+    in_loaders_order,
+)
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -138,12 +143,12 @@ class ScheduleFunction:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
         chunks, iterators = listed(model), listed(data_iterator)
         sizes, cp_size = (
-            Sizes(num_microbatches, seq_length, micro_batch_size),
+            IterationSizes(num_microbatches, seq_length, micro_batch_size),
             int(parallel_state.get_context_parallel_world_size()),
         )
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
         message = sizes._replace(sequence=decoder_seq_length or seq_length)
-        planned: Planned | None = None
+        planned: IterationPlan | None = None
 
         def once(program: Program, iterators: Sequence[Any], again: bool = False) -> list[Any]:
             mine = call._replace(data_iterators=iterators)
@@ -171,7 +176,7 @@ class ScheduleFunction:
         self,
         chunks: Sequence[torch.nn.Module],
         call: ScheduleCall,
-        message: Sizes,
+        message: IterationSizes,
         program: Program,
         timeline: Timeline | None,
         *,
@@ -242,7 +247,7 @@ class ScheduleFunction:
         if self.profiler is not None and not again:
             self.profiler.end()
 
-    def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int, width: int) -> Exchange | None:
+    def _exchange(self, spec: MessageSpec, sizes: IterationSizes, cp_size: int, width: int) -> Exchange | None:
         """Collectives of vocabulary parallelism; None without it."""
         if self._messages.collective_group is None:
             return None
@@ -298,7 +303,7 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def _message_spec(config: Any, sizes: Sizes, cp_size: int) -> MessageSpec:
+def _message_spec(config: Any, sizes: IterationSizes, cp_size: int) -> MessageSpec:
     """Shape of every message: one microbatch's hidden states, in all residual streams that go from layer to layer.
 
     Under ``variable_seq_lengths`` each message has its own shape, with as many dimensions.

@@ -85,8 +85,8 @@ class Session:
             return self.planner.placement
         if "pipeline_schedule" not in self.settings or chunks is None:
             return None
-        found = _placement_with(self.settings["pipeline_schedule"], ranks, chunks)
-        return found if found.chunks == chunks else None  # refused when training begins
+        placement = _placement_with(self.settings["pipeline_schedule"], ranks, chunks)
+        return placement if placement.chunks == chunks else None  # refused when training begins
 
     @property
     def current_placement(self) -> Placement | None:

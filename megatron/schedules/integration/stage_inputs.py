@@ -1,4 +1,4 @@
-"""What layers take from the batch, compared between the stages of a pipeline in a model's first call.
+"""Compares what layers take from the batch between the stages of a pipeline, in a model's first call.
 
 A forward step that reads its samples on the first and the last stage alone has no mask for the stages between them.
 Megatron's layers then attend to all earlier tokens, and another model is trained.
@@ -44,8 +44,8 @@ Blocks = Mapping[tuple[str, int], Sequence[Taken]]
 
 
 def difference(ranks: Sequence[Blocks]) -> str:
-    """Returns what one stage takes from a batch and another lacks, in a refusal's words; empty if there is nothing."""
-    blocks = sorted(each for rank in ranks for each in rank.items())
+    """Returns the refusal for an input that one stage takes from a batch and another lacks; empty if there is none."""
+    blocks = sorted(item for rank in ranks for item in rank.items())
     giving: dict[tuple[str, int, str], int] = {}  # stages, by block, forward and input
     for (block, stage), forwards in blocks:
         for at, taken in enumerate(forwards):  # every stage reads its samples in the same order

@@ -50,9 +50,9 @@ class _Outcome(NamedTuple):
 class Verification:
     """Runs one training call several times, compares the runs, prints a table, and ends the process.
 
-    The process ends with status 0 where gradients, hooks and loss are those of the reference on all ranks, else with 1;
-    all ranks end with the same. Gradients are compared after their reduction over data-parallel ranks. Those of the
-    first run, and where they differ of the reference, are copied to the host.
+    All ranks end with status 0 if gradients, hooks and loss are those of the reference on all ranks, else with 1.
+    Gradients are compared after their reduction over data-parallel ranks. Those of the first run are copied to the
+    host, and those of the reference where they differ.
 
     Args:
         planner: plans references.
@@ -73,15 +73,15 @@ class Verification:
 
         def again(which: Program) -> _Outcome:
             restore()
-            for each in samples:
-                if isinstance(each, Replayed):
-                    each.rewind()
+            for iterator in samples:
+                if isinstance(iterator, Replayed):
+                    iterator.rewind()
             return _outcome(partial(run, which, samples, True), parameters)
 
         if not standin.enabled():
             self._peaks.measure_next_call()
         planned = _outcome(partial(run, program, samples, False), parameters)
-        in_parts = [name for name, each in parameters.items() if id(each) in self._model.partial_gradients]
+        in_parts = [name for name, parameter in parameters.items() if id(parameter) in self._model.partial_gradients]
         expected = {name: _on_host(value) for name, value in _values(parameters, planned)}
         reference = again(references[0])
         sizes, other = _compared(expected, _values(parameters, reference))
@@ -97,14 +97,14 @@ class Verification:
             self._peaks.count_next_call()
             again(program)
         expected.pop(_LOSS)
-        found = {name: Difference(name, size, noise.get(name, 0.0)) for name, size in sizes.items()}
+        differences = {name: Difference(name, size, noise.get(name, 0.0)) for name, size in sizes.items()}
         mine = RankResult(
             dist.get_rank(),
             len(expected.keys() | sizes.keys() - {_LOSS}),
             sum(name not in sizes and not bool(value.isfinite().all()) for name, value in expected.items()),
             planned.results.numel(),
-            [each for name, each in found.items() if name != _LOSS],
-            found.get(_LOSS),
+            [difference for name, difference in differences.items() if name != _LOSS],
+            differences.get(_LOSS),
             [(n, times, reference.fired[n]) for n, times in planned.fired.items() if times > reference.fired[n]],
             self._peaks.bytes,
             (planned.seconds, reference.seconds),
@@ -152,8 +152,8 @@ def _hooks_counted(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Counte
         fired[name] += 1
 
     # A hook on the node, not on the parameter: nobody else finds it. The node lives as long as it is referred to.
-    trained = {name: each for name, each in parameters.items() if each.requires_grad}
-    nodes = {name: torch.autograd.graph.get_gradient_edge(each).node for name, each in trained.items()}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    nodes = {name: torch.autograd.graph.get_gradient_edge(parameter).node for name, parameter in trained.items()}
     handles = [node.register_hook(partial(count, name)) for name, node in nodes.items()]
     try:
         yield fired
@@ -171,14 +171,14 @@ def _named_parameters(chunks: Chunks, program: Program) -> Iterator[tuple[str, t
 
 def _numbers(results: list[Any]) -> Tensor:
     """All numbers in ``results``, of any nesting, one after another."""
-    found = []
+    numbers = []
     for leaf in tree_leaves(results):
         if isinstance(leaf, Tensor):
             values = leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf
-            found.append(values.detach().reshape(-1).cpu().double())
+            numbers.append(values.detach().reshape(-1).cpu().double())
         elif isinstance(leaf, (int, float)):
-            found.append(torch.tensor([leaf], dtype=torch.float64))
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+            numbers.append(torch.tensor([leaf], dtype=torch.float64))
+    return torch.cat(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
 
 
 def _compared(
@@ -208,5 +208,5 @@ def _difference(value: Tensor, reference: Tensor) -> float | None:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """Its bytes: NaN equals NaN."""
+    """Bytes of a tensor: NaN equals NaN."""
     return value.contiguous().view(-1).view(torch.uint8)

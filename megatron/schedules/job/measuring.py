@@ -18,7 +18,7 @@ _FLAG = f"{TRAINING}measure"
 COSTS = "costs.json"
 
 
-class Measured(NamedTuple):
+class MeasuredIterations(NamedTuple):
     """Measurement of a job.
 
     Args:
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
         return self.counted + 1, self.last
 
 
-def measured_iterations(how: Measuring | None, iterations: int | None) -> Measured | None:
+def measured_iterations(how: Measuring | None, iterations: int | None) -> MeasuredIterations | None:
     """Measurement of a job with this number of iterations; None without one.
 
     Raises:
@@ -53,7 +53,7 @@ def measured_iterations(how: Measuring | None, iterations: int | None) -> Measur
             f"{_FLAG} {how.folder}:{counted}-{last} goes on after the job's end: --train-iters is "
             f"{iterations}; end it by then"
         )
-    return Measured(counted, last, how.folder / COSTS, how.folder)
+    return MeasuredIterations(counted, last, how.folder / COSTS, how.folder)
 
 
 def _usual_iterations(iterations: int | None) -> tuple[int, int]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.schedules.estimate.build_flags import numbers, stand_in, stock_recompute
 from megatron.schedules.estimate.models import built, find_model
-from megatron.schedules.estimate.parallel_sizes import Sizes, sizes_of
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes, sizes_of
 from megatron.schedules.job import values
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.plan_job import JobPlan, plan_job
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.spec import Batch, JobModel, JobSpec, Settings, StockLayers
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.planner.registry import check_parts, with_parts
 from megatron.schedules.schedule.placement import check_size
@@ -48,7 +48,7 @@ def job_plans(
     choices = [values.schedule_choice(flags["schedule"], text) for text in schedules]
     if not schedules:
         choices = [values.ScheduleChoice(name, name) for name in default if name in with_parts(settings.parts)]
-    job = JobSpec(settings, Sizes(0, 0), flags=flags).read()
+    job = JobSpec(settings, ParallelSizes(0, 0), flags=flags).read()
     csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
     given = [*settings.parts, *["csv"] * any(text is not None for text in csvs)]
     check_parts(given, [choice.name for choice in choices], flags)
@@ -66,7 +66,7 @@ def job_plans(
     most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
     chunks_too = "" if most is None else f" and {counted(most, 'chunk')} in {flags['schedule']}"
     check_size(d, n, most, f"{flags['ranks']} {d} with {flags['microbatches']} {n}{chunks_too}")
-    known: dict[str, Any] = {"sizes": Sizes(d, d)}
+    known: dict[str, Any] = {"sizes": ParallelSizes(d, d)}
     precision = ""
     if model is not None:
         args = find_model(model).trained(pipeline_model_parallel_size=d)
@@ -109,7 +109,7 @@ def model_fields(args: Any, world: int) -> dict[str, Any]:
         "layers": StockLayers(args.num_layers, stand_in=stand_in(args)),
         "recompute": stock_recompute(args),
         "vocabulary_multiple": args.make_vocab_size_divisible_by,
-        "model": Model(built(args), numbers(args)),
+        "model": JobModel(built(args), numbers(args)),
         "hides_messages": bool(args.overlap_moe_expert_parallel_comm) or None,
     }
 

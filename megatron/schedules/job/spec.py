@@ -9,7 +9,7 @@ from typing import Any
 from megatron.schedules.estimate.build import Build, Shape
 from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
-from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.job.values import (
     CostsChoice,
     DryRun,
@@ -147,7 +147,7 @@ class StockFlags:
 
 
 @dataclass(frozen=True)
-class Model:
+class JobModel:
     """Model with its vocabulary as Megatron pads it.
 
     Args:
@@ -186,7 +186,7 @@ class JobSpec:
     """
 
     settings: Settings
-    sizes: Sizes
+    sizes: ParallelSizes
     batch: Batch = field(default_factory=Batch)
     layers: StockLayers = field(default_factory=StockLayers)
     recompute: StockRecompute = field(default_factory=StockRecompute)
@@ -197,7 +197,7 @@ class JobSpec:
     csv: str | None = None
     cost_file: JobProfile | CustomCosts | None = None
     times: Costs | None = None
-    model: Model | None = None
+    model: JobModel | None = None
     hides_messages: bool | None = None
     is_built: bool = False
     stock: StockFlags = field(default_factory=StockFlags)

@@ -44,10 +44,10 @@ def aligned(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[
         schedule: the schedule that ran.
         start, end: times of each rank's passes in the schedule's order, by the rank's own clock.
     """
-    found = shifts(schedule.ranks, gaps(schedule, start, end))
-    first = min((row[0] + shift for row, shift in zip(start, found, strict=True) if row), default=0.0)
-    found = tuple(shift - first for shift in found)
-    return Aligned(_moved(start, found), _moved(end, found), found)
+    offsets = shifts(schedule.ranks, gaps(schedule, start, end))
+    first = min((row[0] + shift for row, shift in zip(start, offsets, strict=True) if row), default=0.0)
+    offsets = tuple(shift - first for shift in offsets)
+    return Aligned(_moved(start, offsets), _moved(end, offsets), offsets)
 
 
 def _moved(rows: Sequence[Sequence[float]], by: Sequence[float]) -> Times:
@@ -62,35 +62,35 @@ def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Seq
     for row, times in zip(schedule.order, end, strict=True):
         for (stage, kind, m), at in zip(row, times, strict=True):
             ended[places[kind][stage] + m] = at
-    found: dict[tuple[int, int], float] = {}
+    smallest: dict[tuple[int, int], float] = {}
     for rank, (row, times) in enumerate(zip(schedule.order, start, strict=True)):
         for (stage, kind, m), at in zip(row, times, strict=True):
             for source, place in needs[stage, kind]:
                 gap, pair = at - ended[place + m], (source, rank)
-                found[pair] = min(gap, found.get(pair, gap))
-    return found
+                smallest[pair] = min(gap, smallest.get(pair, gap))
+    return smallest
 
 
-def latencies(found: Sequence[Gaps]) -> Latencies:
+def latencies(iterations: Sequence[Gaps]) -> Latencies:
     """Median latency over iterations of each pair with messages both ways, never below 0."""
-    each: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for of_one in found:
+    by_pair: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for of_one in iterations:
         for (source, to), gap in of_one.items():
             if (to, source) in of_one:
-                each[source, to].append(max(0.0, (gap + of_one[to, source]) / 2))
-    return {pair: statistics.median(times) for pair, times in sorted(each.items())}
+                by_pair[source, to].append(max(0.0, (gap + of_one[to, source]) / 2))
+    return {pair: statistics.median(times) for pair, times in sorted(by_pair.items())}
 
 
-def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
+def shifts(ranks: int, of_pairs: Gaps) -> tuple[float, ...]:
     """Returns the offsets that put each rank's times on rank 0's clock.
 
     Pairs with the least latency are the most certain, so ranks are joined along those. If messages of a pair always
     waited for passes, half the difference is only a guess. Later ranks are then shifted until no pass starts before the
     passes that it waits for have ended.
     """
-    shift = _along_the_tightest(ranks, found)
+    shift = _along_the_tightest(ranks, of_pairs)
     for _ in range(ranks):
-        late = [(to, shift[source] - gap) for (source, to), gap in found.items() if shift[to] < shift[source] - gap]
+        late = [(to, shift[source] - gap) for (source, to), gap in of_pairs.items() if shift[to] < shift[source] - gap]
         if not late:
             break
         for to, earliest in late:
@@ -98,13 +98,13 @@ def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
     return tuple(shift)
 
 
-def _along_the_tightest(ranks: int, found: Gaps) -> list[float]:
+def _along_the_tightest(ranks: int, of_pairs: Gaps) -> list[float]:
     """Offsets along the tree that joins ranks by their pairs of least latency; 0 for ranks outside."""
-    width = {pair: gap + found[pair[::-1]] for pair, gap in found.items() if pair[::-1] in found}
+    width = {pair: gap + of_pairs[pair[::-1]] for pair, gap in of_pairs.items() if pair[::-1] in of_pairs}
     shift = [0.0] * ranks
     joined = {0}
     while open_pairs := [pair for pair in width if pair[0] in joined and pair[1] not in joined]:
         near, far = min(open_pairs, key=lambda pair: (width[pair], pair))
-        shift[far] = shift[near] + (found[far, near] - found[near, far]) / 2
+        shift[far] = shift[near] + (of_pairs[far, near] - of_pairs[near, far]) / 2
         joined.add(far)
     return shift

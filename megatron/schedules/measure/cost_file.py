@@ -66,17 +66,17 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def read_custom(text: str) -> CustomCosts:
     """Reads :class:`CustomCosts`; raises :class:`.PlanError`, which begins with the field."""
-    found = decode(text, CustomCosts)
-    named = [name for name in ("forward", "input_grad", "weight_grad") if getattr(found, name) is not None]
+    custom = decode(text, CustomCosts)
+    named = [name for name in ("forward", "input_grad", "weight_grad") if getattr(custom, name) is not None]
     if named and len(named) < 3:
         raise PlanError(f"$ has {' and '.join(named)}: give forward, input_grad and weight_grad together")
     for name in ("latency", "messages"):
-        if getattr(found, name) is not None and not named:
+        if getattr(custom, name) is not None and not named:
             raise PlanError(f"$.{name} goes with forward, input_grad and weight_grad, which are missing")
-    if found.one_way and found.copy_time is None:
+    if custom.one_way and custom.copy_time is None:
         raise PlanError("$.one_way goes with copy_time, which is missing")
-    found.added_to(found.times or Costs())  # reject costs that cannot be planned with
-    return found
+    custom.added_to(custom.times or Costs())  # reject costs that cannot be planned with
+    return custom
 
 
 _WRITERS = "--pipeline-measure and tools/profile_passes.py write such files"

@@ -63,8 +63,8 @@ class StageProfile:
 
     def median(self, kind: Kind) -> float:
         """Median milliseconds; 0 for kinds that the stage does not have."""
-        found = self.times.get(kind)
-        return 0.0 if found is None else found.median
+        measured = self.times.get(kind)
+        return 0.0 if measured is None else measured.median
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class JobProfile:
     def comm(self) -> float:
         """Median latency in milliseconds from stage to stage, without those of collectives."""
         along = set(pairwise(self.placement.rank_of))
-        found = [time for source, to, time in self.latencies if (source, to) in along or (to, source) in along]
-        return statistics.median(found) if found else 0.0
+        times = [time for source, to, time in self.latencies if (source, to) in along or (to, source) in along]
+        return statistics.median(times) if times else 0.0
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
@@ -175,7 +175,7 @@ class JobProfile:
         Uses the measured latencies if the number of ranks is the same, else their median.
         """
         mean, scale = self.model.mean, len(self.model.layers) / (2 * ranks)
-        forward, input_grad, weight_grad = (scale * each for each in mean[:3])
+        forward, input_grad, weight_grad = (scale * of_layer for of_layer in mean[:3])
         messages = min(forward, self._messages(Kind.F, ranks)), min(input_grad, self._messages(Kind.I, ranks))
         time, layer_input = self._recompute
         return Costs(
@@ -206,28 +206,28 @@ class JobProfile:
 
     def costs_like(self, planned: Costs) -> Costs:
         """Returns the measured costs on this placement, in the form of ``planned``."""
-        found = self.costs(self.placement.ranks)
+        measured = self.costs(self.placement.ranks)
         return replace(
-            found,
-            model=replace(found.model, shared_vocabulary=planned.model.shared_vocabulary),
-            memory=self.memory(planned.in_bytes) if planned.in_bytes else found.memory,
+            measured,
+            model=replace(measured.model, shared_vocabulary=planned.model.shared_vocabulary),
+            memory=self.memory(planned.in_bytes) if planned.in_bytes else measured.memory,
         )
 
     def stage_costs(self, planned: Costs, decisions: Decisions) -> StageCosts:
         """Returns the measured costs of this placement's stages under ``decisions``, with the stages' own layers."""
-        found = self.costs_like(planned).on(self.placement, replace(decisions, layers=self.layers))
+        costs = self.costs_like(planned).on(self.placement, replace(decisions, layers=self.layers))
         times = {
             kind: tuple(
                 stage.median(kind) if kind in stage.times else time
-                for stage, time in zip(self.stages, each, strict=True)
+                for stage, time in zip(self.stages, by_stage, strict=True)
             )
-            for kind, each in found.times.items()
+            for kind, by_stage in costs.times.items()
         }
         messages = {
             kind: tuple(map(min, (stage.messages.get(kind, 0.0) for stage in self.stages), times[kind]))
             for kind in (Kind.F, Kind.I)
         }
-        return replace(found, times=times, messages={**found.messages, **messages} if found.has_messages else {})
+        return replace(costs, times=times, messages={**costs.messages, **messages} if costs.has_messages else {})
 
     @property
     def _weight_share(self) -> float:

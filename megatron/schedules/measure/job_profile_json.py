@@ -127,7 +127,7 @@ def from_text(text: str) -> JobProfile:
     form = decode(text, JobProfileForm)
     placement = form.placement.placement("$.placement")
     check_length(form.stages, placement.stages, "$.stages", "stage of the placement")
-    found = JobProfile(
+    profile = JobProfile(
         form.facts(),
         form.schedule,
         placement,
@@ -139,9 +139,9 @@ def from_text(text: str) -> JobProfile:
         None if form.copy_gbps is UNSET else form.copy_gbps,
         None if form.messages_exposed is UNSET else form.messages_exposed,
     )
-    if sum(found.layers) != found.facts.layers:
-        raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")
-    if not found.iterations[0] <= found.iterations[1]:
+    if sum(profile.layers) != profile.facts.layers:
+        raise PlanError(f"$.stages have {sum(profile.layers)} layers, and $.model.layers is {profile.facts.layers}")
+    if not profile.iterations[0] <= profile.iterations[1]:
         raise PlanError("$.iterations must be the first and the last one that were timed")
     read_latencies(form.latencies, placement.ranks, "$.latencies")
-    return found
+    return profile

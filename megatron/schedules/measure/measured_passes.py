@@ -77,7 +77,7 @@ def rank_measured(
         waits: time that ``passes`` waited for these messages, milliseconds.
     """
     took: dict[StageKind, list[float]] = defaultdict(list)
-    computing = (each for each in passes if each[0].kind in COMPUTING)
+    computing = (timed for timed in passes if timed[0].kind in COMPUTING)
     for (stage, kind, _), start, end in (*computing, *copies):
         took[stage, kind].append(end - start)
     changed: dict[StageKind, list[float]] = defaultdict(list)
@@ -92,11 +92,11 @@ def rank_measured(
         waited[stage, kind].append(time)
     return RankMeasured(
         rank,
-        {key: Measured.of(each) for key, each in took.items()},
-        {key: statistics.median(each) for key, each in changed.items()},
-        {stage: statistics.median(each) for stage, each in held.items()},
+        {key: Measured.of(times) for key, times in took.items()},
+        {key: statistics.median(sizes) for key, sizes in changed.items()},
+        {stage: statistics.median(sizes) for stage, sizes in held.items()},
         dict(latencies),
-        {key: statistics.median(each) for key, each in waited.items()},
+        {key: statistics.median(times) for key, times in waited.items()},
         exposed,
     )
 
@@ -176,11 +176,11 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
 
 def _messages(rows: Sequence[RankMeasured], stage: int) -> dict[Kind, float]:
     """Time of messages in F, and in I or B, on the slowest replica; empty without messages."""
-    found = {
-        kind: max((row.messages.get((stage, each), 0.0) for row in rows for each in kinds), default=0.0)
+    times = {
+        kind: max((row.messages.get((stage, member), 0.0) for row in rows for member in kinds), default=0.0)
         for kind, kinds in ((Kind.F, (Kind.F,)), (Kind.I, (Kind.I, Kind.B)))
     }
-    return found if any(found.values()) else {}
+    return times if any(times.values()) else {}
 
 
 def _exposed(ranks: Sequence[RankMeasured], schedule: Schedule) -> float | None:
@@ -202,16 +202,18 @@ def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProf
 
 
 def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:
-    found = [row.times[key] for row in rows if key in row.times]
+    measured = [row.times[key] for row in rows if key in row.times]
     return Measured(
-        max(each.median for each in found), min(each.low for each in found), max(each.high for each in found)
+        max(times.median for times in measured),
+        min(times.low for times in measured),
+        max(times.high for times in measured),
     )
 
 
 def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind, Measured]:
     part = input_grad / (input_grad + weight_grad)
     shares = {Kind.I: part, Kind.W: 1 - part}
-    return {kind: Measured(*(share * each for each in astuple(whole))) for kind, share in shares.items()}
+    return {kind: Measured(*(share * time for time in astuple(whole))) for kind, share in shares.items()}
 
 
 def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:

@@ -113,8 +113,8 @@ def from_text(text: str) -> Recorded:
     form = decode(text, RecordedForm)
     schedule = form.schedule.schedule("$.schedule")
     planned, measured = (
-        stage_costs(each, schedule.placement, f"$.{name}")
-        for name, each in (("planned_costs", form.planned_costs), ("costs", form.costs))
+        stage_costs(costs, schedule.placement, f"$.{name}")
+        for name, costs in (("planned_costs", form.planned_costs), ("costs", form.costs))
     )
     _check_passes(form, schedule)
     if form.held:
@@ -155,7 +155,7 @@ def _check_passes(form: RecordedForm, schedule: Schedule) -> None:
 def _copies(form: RecordedForm, schedule: Schedule) -> tuple[tuple[Copy, ...], ...]:
     if form.copies:
         check_length(form.copies, schedule.ranks, "$.copies", "rank")
-    found = []
+    by_rank = []
     for rank, row in enumerate(form.copies):
         copies, order = [], {work for work in schedule.order[rank] if work.kind not in COMPUTING}
         for index, (cell, start, end) in enumerate(row):
@@ -167,8 +167,8 @@ def _copies(form: RecordedForm, schedule: Schedule) -> tuple[tuple[Copy, ...], .
                 raise PlanError(f"{at} ends at {end:g}, before its start at {start:g}")
             order.remove(work)
             copies.append(Copy(work, start, end))
-        found.append(tuple(copies))
-    return tuple(found)
+        by_rank.append(tuple(copies))
+    return tuple(by_rank)
 
 
 def _check_ascending(times: Sequence[float], at: str) -> None:

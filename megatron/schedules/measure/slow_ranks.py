@@ -67,12 +67,12 @@ class SlowWatch:
             return []
         ratios = [here / before if before else 1.0 for here, before in zip(now, self._before, strict=True)]
         usual = statistics.median_low(ratios)
-        found = []
+        slow = []
         for rank, ratio in enumerate(ratios):
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if ratio > _SLOW * usual and ratio > _SLOW else 0
             if self._in_a_row[rank] == _TIMES:
-                found.append(Slow(rank, ratio))
-        return found
+                slow.append(Slow(rank, ratio))
+        return slow
 
     def _by_rank(self, stages: Sequence[float]) -> list[float]:
         ranks = [0.0] * len(self._in_a_row)

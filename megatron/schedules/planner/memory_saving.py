@@ -42,7 +42,7 @@ _CLIMBS, _SEARCHING = 128, 0.5
 _FINALISTS, _LONGER = 3, 8
 
 
-Parts = tuple[float, ...]
+StageShares = tuple[float, ...]
 """Share of each stage's layers, in model order."""
 
 
@@ -91,35 +91,35 @@ def save_memory(
     asked = [request]
     if request.recompute and request.offload:
         asked = [replace(request, offload=False), replace(request, recompute=False), request]
-    fitting = [each for each in asked if least_limit(each) * request.ranks <= limit + EPSILON]
+    fitting = [candidate for candidate in asked if least_limit(candidate) * request.ranks <= limit + EPSILON]
     climbs = [_Climbs(request, placement) for placement in placements(request)]
     part = 1 / len(fitting)
-    settled = [_settled(each, climbs, lambda done: progress(part * done)) for each in fitting]
+    settled = [_settled(candidate, climbs, lambda done: progress(part * done)) for candidate in fitting]
     shortest = min(length for _, length in settled)
-    finalists = [each for each, length in settled if length <= CLEARLY * shortest]
+    finalists = [candidate for candidate, length in settled if length <= CLEARLY * shortest]
     plain = saved(request, None, None, request.chunk_choices)
     if least_limit(plain) * request.ranks <= limit + EPSILON and bound(plain.around_one()) < CLEARLY * shortest:
         finalists.insert(0, plain)
     if len(finalists) == 1:
         return finalists[0]
-    return min(finalists, key=lambda each: planned_makespan(each, planned))
+    return min(finalists, key=lambda candidate: planned_makespan(candidate, planned))
 
 
 def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) -> tuple[Request, float]:
     """``request`` with the best shares found, and the makespan of a climb's plan with them."""
-    first, *others = (_Search(request, each) for each in climbs)
+    first, *others = (_SharesSearch(request, climb) for climb in climbs)
     first.grid(lambda part: progress(part * _SEARCHING))
     for other in others:
         other.near(first)
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
-    found, length = best.settled()
+    decisions, length = best.settled()
     progress(1 - _SEARCHING)
-    return saved(request, found.recomputed, found.offloaded, (best.chunks,)), length
+    return saved(request, decisions.recomputed, decisions.offloaded, (best.chunks,)), length
 
 
 def saved(
-    request: Request, recomputed: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
+    request: Request, recomputed: StageShares | None, offloaded: StageShares | None, chunk_choices: tuple[int, ...]
 ) -> Request:
     """Returns ``request`` with these shares per stage and these numbers of chunks settled."""
     decisions = replace(request.decisions, recomputed=recomputed, offloaded=offloaded)
@@ -183,7 +183,7 @@ class _Climbs:
         return self._costs.on(self.placement, decisions)
 
 
-class _Search:
+class _SharesSearch:
     """Search on one placement.
 
     Args:
@@ -211,38 +211,39 @@ class _Search:
             tried += [Shares(recomputed=k // 2, offloaded=k // 2) for k in steps] + [
                 Shares(recomputed=_FINEST - k, offloaded=k) for k in steps
             ]
-        for shares in sorted(tried, key=lambda each: self._climbs.bound(self._climbs.decisions(each))):
+        for shares in sorted(tried, key=lambda shares: self._climbs.bound(self._climbs.decisions(shares))):
             self._try(shares)
             progress(1 / len(tried))
 
-    def near(self, other: _Search) -> None:
+    def near(self, other: _SharesSearch) -> None:
         """Tries another placement's best shares and their grid neighbours, where they could be shorter."""
         self._hope = other.shortest
-        for each in (other.best, *_around(other.best, _FINEST // _GRID)):
-            self._try(each)
+        for shares in (other.best, *_around(other.best, _FINEST // _GRID)):
+            self._try(shares)
 
     def refine(self) -> None:
         """Improves the best shares of the grid, from half its spacing down to the finest step."""
         step = _FINEST // _GRID // 2
         while step:
-            gained = [self._try(each) for each in _around(self.best, step)]
+            gained = [self._try(shares) for shares in _around(self.best, step)]
             if not any(gained):
                 step //= 2
 
     def settled(self) -> tuple[Decisions, float]:
         """Best decisions and their makespan, among the best few, by longer climbs with all microbatches."""
         few = sorted(self._tried, key=self._tried.__getitem__)[:_FINALISTS]
-        return min(((each, self._climbs.length(each, final=True)) for each in few), key=lambda found: found[1])
+        climbed = [(decisions, self._climbs.length(decisions, final=True)) for decisions in few]
+        return min(climbed, key=lambda pair: pair[1])
 
     def _try(self, shares: Shares) -> bool:
         """Returns True if ``shares`` give the shortest climb so far."""
         may = self._request.recompute or not shares.recomputed, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False
-        found = self._climbs.decisions(shares)
-        if found in self._tried or self._climbs.bound(found) > min(self.shortest, self._hope) - EPSILON:
+        decisions = self._climbs.decisions(shares)
+        if decisions in self._tried or self._climbs.bound(decisions) > min(self.shortest, self._hope) - EPSILON:
             return False
-        self._tried[found] = length = self._climbs.length(found)
+        self._tried[decisions] = length = self._climbs.length(decisions)
         if length > self.shortest - EPSILON:
             return False
         self.best, self.shortest = shares, length

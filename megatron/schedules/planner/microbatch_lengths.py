@@ -85,7 +85,7 @@ class LengthsPlanner:
         from megatron.schedules.search.moves import Sizes
 
         tasks, passes = self._tasks
-        duration, copying, change = (np.array(each) for each in (tasks.duration, tasks.copying, tasks.change))
+        duration, copying, change = (np.array(column) for column in (tasks.duration, tasks.copying, tasks.change))
         of_attention = self._costs.of_attention
         attention = np.array([of_attention[kind][stage] for stage, kind, _ in passes])
         places, none = np.array([work.microbatch for work in passes]), np.zeros(0)
@@ -114,10 +114,10 @@ class LengthsPlanner:
         usual = self.usual(loads)
         if loads.alike:
             return usual
-        found = self._searched(loads, effort, self._limits) or self._searched(loads, effort, self._held(usual))
-        if found is None:
+        searched = self._searched(loads, effort, self._limits) or self._searched(loads, effort, self._held(usual))
+        if searched is None:
             return usual
-        order, rows = found
+        order, rows = searched
         split = replace(self._split, order=rows)
         planned = self._timed(order, split, loads)
         if self._base.splits:
@@ -136,7 +136,7 @@ class LengthsPlanner:
 
         (tasks, passes), (rounds, sizes) = self._tasks, self._standard
         ranks = self._base.ranks
-        found = search(
+        result = search(
             rounds,
             np.array(limits),
             sizes._replace(tokens=np.array(loads.tokens), squares=np.array(loads.squares)),
@@ -145,7 +145,9 @@ class LengthsPlanner:
             max(16, 3 * ranks),
             _THRESHOLD * sum(self._costs.durations[Kind.F]) / (2 * ranks),
         )
-        return None if found is None else (tuple(found.microbatches.tolist()), tasks.rows(found.best.tolist(), passes))
+        if result is None:
+            return None
+        return tuple(result.microbatches.tolist()), tasks.rows(result.best.tolist(), passes)
 
     def _held(self, usual: LengthsPlan) -> list[float]:
         """Memory limit of each rank, or its peak in the base plan if that is larger."""
@@ -176,5 +178,5 @@ def candidates(weights: Sequence[float]) -> list[list[int]]:
     in_turn = [m for pair in zip(rising, falling, strict=True) for m in pair][:n] if n % 2 == 0 else rising
     small_first = rising[: n // 4] + falling[: n - n // 4]
     both_ends = rising[: n // 4 : 2] + falling[: n - n // 4] + rising[1 : n // 4 : 2][::-1]
-    found = [list(range(n)), rising, falling, mountain, valley, in_turn, small_first, both_ends]
-    return [order for order in dict.fromkeys(map(tuple, found)) if sorted(order) == list(range(n))]  # type: ignore[misc]
+    orders = [list(range(n)), rising, falling, mountain, valley, in_turn, small_first, both_ends]
+    return [order for order in dict.fromkeys(map(tuple, orders)) if sorted(order) == list(range(n))]  # type: ignore[misc]

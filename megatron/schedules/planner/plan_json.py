@@ -123,7 +123,7 @@ class FiguresForm(Form, frozen=True, kw_only=True):
             peak_memory=timeline.peak,
             peak_memory_by_rank=timeline.peaks,
             memory_of_1f1b=timeline.peak / timeline.schedule.ranks,
-            **{name: each for name, each in maybe.items() if each},
+            **{name: figure for name, figure in maybe.items() if figure},
             **(messages if any(hidden) or any(exposed) else {}),
         )
 
@@ -197,9 +197,9 @@ class PlanForm(Form, frozen=True, kw_only=True):
         for kind in sorted(schedule.kinds):
             if lacking := [part for part in KINDS[kind].parts or (kind,) if part not in costs.times]:
                 raise PlanError(f"$.stage_costs.times lacks {lacking[0].value!r}, and the order has such passes")
-        for name, each in (("layers", self.layers), ("recomputed", self.recomputed), ("offloaded", self.offloaded)):
-            if each is not UNSET:
-                check_length(each, schedule.placement.stages, f"$.{name}", "stage")
+        for name, by_stage in (("layers", self.layers), ("recomputed", self.recomputed), ("offloaded", self.offloaded)):
+            if by_stage is not UNSET:
+                check_length(by_stage, schedule.placement.stages, f"$.{name}", "stage")
         return simulate(schedule, costs)
 
 
@@ -227,8 +227,8 @@ def schema() -> str:
         # they are dropped.
         text = text.replace(json.dumps(name), json.dumps(_plain(name))).replace(f'/{name}"', f'/{_plain(name)}"')
     definitions = {
-        name: each | {"title": name, "description": inspect.cleandoc(each["description"])}
-        for name, each in json.loads(text).items()
+        name: definition | {"title": name, "description": inspect.cleandoc(definition["description"])}
+        for name, definition in json.loads(text).items()
     }
     root = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-schedules plan"}
     return json.dumps(root | {"$ref": made["$ref"], "$defs": definitions}, indent=1) + "\n"

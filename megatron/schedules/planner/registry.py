@@ -84,7 +84,7 @@ def every_named(
         chunk_choices: only schedules with one of these numbers of chunks per rank; None for any.
         names: only schedules with one of these names; None for any.
     """
-    found = []
+    timelines = []
     for name, entry in _ENTRIES.items():
         chunks = entry.chunks or request.chunks
         if name in ("adaptive", AUTO, "file") or (chunk_choices is not None and chunks not in chunk_choices):
@@ -95,8 +95,8 @@ def every_named(
             schedule = plan(replace(request, schedule=name))
         except PlanError:  # its number of chunks does not match the costs per stage
             continue
-        found.append(simulate(schedule, request.costs_on(schedule.placement)))
-    return found
+        timelines.append(simulate(schedule, request.costs_on(schedule.placement)))
+    return timelines
 
 
 def named_within(request: Request) -> list[Timeline]:
@@ -106,10 +106,14 @@ def named_within(request: Request) -> list[Timeline]:
     """
     most = max(request.chunk_choices, default=1)
     allowed = request.chunk_choices if request.divides else range(1, most + 1)
-    found = every_named(request, allowed)
+    timelines = every_named(request, allowed)
     for chunks in range(request.chunks + 1, most + 1):
-        found += every_named(replace(request, chunks=chunks), allowed, ("interleaved-1f1b",))
-    return [line for line in found if request.allows(line) and request.placement in (None, line.schedule.placement)]
+        timelines += every_named(replace(request, chunks=chunks), allowed, ("interleaved-1f1b",))
+    return [
+        timeline
+        for timeline in timelines
+        if request.allows(timeline) and request.placement in (None, timeline.schedule.placement)
+    ]
 
 
 def _sequential(ranks: int, chunks: int) -> Placement:

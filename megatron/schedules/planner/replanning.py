@@ -71,14 +71,14 @@ def propose(request: Request, current: Schedule) -> Proposal:
     """
     costs = request.costs_on(current.placement)
     now = simulate(current, costs)
-    found = make_plan(replace(request, placement=current.placement)).timeline
-    before, after = Expected(now.makespan, now.bubble), Expected(found.makespan, found.bubble)
+    planned = make_plan(replace(request, placement=current.placement)).timeline
+    before, after = Expected(now.makespan, now.bubble), Expected(planned.makespan, planned.bubble)
     limit = request.memory_limit
     too_much = limit is not None and now.limit > limit * request.ranks + _ROUNDING
-    better = found.schedule.placement == current.placement and after.makespan < (1 - _WORTH) * before.makespan
-    if not (better or too_much) or found.schedule.order == current.order:
+    better = planned.schedule.placement == current.placement and after.makespan < (1 - _WORTH) * before.makespan
+    if not (better or too_much) or planned.schedule.order == current.order:
         return Proposal(before, before, "")
-    return Proposal(before, after, to_csv(found.schedule))
+    return Proposal(before, after, to_csv(planned.schedule))
 
 
 def read_rows(csv: str, current: Schedule) -> Schedule:

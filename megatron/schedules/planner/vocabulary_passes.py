@@ -49,8 +49,8 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
     for rank, row in enumerate(base.order):
         stage, begun = base.placement.stages_of(rank)[-1], list(zip(starts[rank], turns[rank], strict=True))
         placed = [(index, _LAST, work) for index, work in enumerate(row)]
-        for kind, each in ended.items():
-            placed += [(bisect_right(begun, end), end, Pass(stage, kind, m)) for m, end in each.items()]
+        for kind, moments in ended.items():
+            placed += [(bisect_right(begun, end), end, Pass(stage, kind, m)) for m, end in moments.items()]
         rows.append(tuple(work for _, _, work in sorted(placed)))
     shared = replace(base, order=tuple(rows))
     waiting = _FEW * max(costs.held[Share.VOCABULARY])

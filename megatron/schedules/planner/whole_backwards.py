@@ -22,12 +22,12 @@ def references(schedule: Schedule) -> tuple[Schedule, ...]:
     """
     if not schedule.splits:
         return (schedule,)
-    found = [_joined(schedule, Kind.I, Kind.W)]
+    schedules = [_joined(schedule, Kind.I, Kind.W)]
     if any(_turns(row, Kind.I) != _turns(row, Kind.W) for row in schedule.order):
-        found.append(_mended(_joined(schedule, Kind.W, Kind.I)))
-    for reference in found:
+        schedules.append(_mended(_joined(schedule, Kind.W, Kind.I)))
+    for reference in schedules:
         validate(reference)
-    return tuple(found)
+    return tuple(schedules)
 
 
 def _joined(schedule: Schedule, kept: Kind, dropped: Kind) -> Schedule:
@@ -40,11 +40,11 @@ def _joined(schedule: Schedule, kept: Kind, dropped: Kind) -> Schedule:
 
 def _turns(row: Sequence[Pass], part: Kind) -> dict[int, list[int]]:
     """Microbatches of each stage in the order of its ``part``, I or W."""
-    found: dict[int, list[int]] = {}
+    turns: dict[int, list[int]] = {}
     for stage, kind, m in row:
         if kind in (part, Kind.B):
-            found.setdefault(stage, []).append(m)
-    return found
+            turns.setdefault(stage, []).append(m)
+    return turns
 
 
 def _mended(schedule: Schedule) -> Schedule:

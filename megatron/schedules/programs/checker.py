@@ -66,7 +66,7 @@ def check(programs: Sequence[Program]) -> None:
         _check_rank(rank, program)
     _check_channels(programs)
     _check_collectives(programs)
-    _Run(programs).to_the_end()
+    _Simulation(programs).to_the_end()
 
 
 def _check_rank(rank: int, program: Program) -> None:
@@ -182,7 +182,7 @@ class _Posted(NamedTuple):
         return f"message {self.number} of channel {self.channel}"
 
 
-class _Run:
+class _Simulation:
     """Simulation of the programs. A rank runs until it must wait, and goes on when what it waits for is complete."""
 
     def __init__(self, programs: Sequence[Program]) -> None:

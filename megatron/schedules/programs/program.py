@@ -168,7 +168,7 @@ class Slot(NamedTuple):
 
 
 def _slot_needed(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
-    """Returns the slot that ``action`` takes from: a pass its input, a send its message; None for none."""
+    """Returns the slot with a pass's input or a send's message; None if ``action`` has neither."""
     op, stage, microbatch, _ = action
     if op in _TAKEN and 0 <= stage - MESSAGES[_TAKEN[op]].step <= last_stage:
         return Slot(_TAKEN[op], stage, microbatch)
@@ -181,7 +181,7 @@ def _slot_needed(action: Action, last_stage: int, present: Collection[Kind | Op]
 
 
 def _slot_filled(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
-    """Returns the slot that ``action`` fills: a pass with its result, a receive or collective with what it brings."""
+    """Returns the slot that ``action`` fills with its result or with what it receives; None if it fills none."""
     op, stage, microbatch, _ = action
     if op in _MADE:
         user = stage + MESSAGES[_MADE[op]].step
@@ -196,7 +196,7 @@ def _slot_filled(action: Action, last_stage: int, present: Collection[Kind | Op]
 
 
 class Instruction(NamedTuple):
-    """An action with the slots that it takes from and fills."""
+    """An action, the slot that it reads and the slot that it fills."""
 
     action: Action
     needed: Slot | None
@@ -315,8 +315,8 @@ class Program:
     def messages_held(self) -> int:
         """The most messages in memory during a pass.
 
-        They are those posted and not yet used, and the last ones sent to each peer. The result of a collective counts
-        as a message.
+        Counts those posted and not yet used, and the last ones sent to each peer. The result of a collective counts as
+        a message.
         """
         most = ahead = 0
         sent: Counter[int | None] = Counter()
@@ -359,7 +359,7 @@ class Program:
     def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
         """Returns stage and microbatch of the W that directly follows this pass; None if something else follows.
 
-        None too if the pass is the I of this W, because the W has no operands before its I.
+        Also None if the pass is the I of this W: before it, the W has no operands.
         """
         after = self._weights_after.get(Action(kind, stage, microbatch))
         if after is None or (kind is Kind.I and (stage, microbatch) == (after.stage, after.microbatch)):

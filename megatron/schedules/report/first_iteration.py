@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     partial: Sequence[str] = ()
 
 
-class Expected(NamedTuple):
+class ExpectedFigures(NamedTuple):
     """Figures that the plan expects of the call.
 
     Args:
@@ -51,7 +51,7 @@ class Expected(NamedTuple):
     peak: float | None = None
 
 
-def lines(ranks: Sequence[Seen], expected: Expected) -> Iterator[str]:
+def lines(ranks: Sequence[Seen], expected: ExpectedFigures) -> Iterator[str]:
     """Yields the report's lines, from what each pipeline rank saw."""
     yield _about_linears(ranks, splits=expected.splits)
     if expected.splits:

@@ -28,7 +28,7 @@ class ActivationMeter:
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         self._exclude = tuple(exclude)
         self._excluded: set[int] = set()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _MeteredStorage] = {}
         self._bytes = 0
         self._peak = 0
         # The graph may be freed in a thread of autograd's, and garbage collection may free it in the middle of our own
@@ -37,7 +37,7 @@ class ActivationMeter:
 
     @property
     def current(self) -> int:
-        """Bytes now; storages that were resized since they were saved count with their present size."""
+        """Bytes now. Storages that were resized after saving count with their present size."""
         with self._lock:
             self._measure()
             return self._bytes
@@ -49,7 +49,7 @@ class ActivationMeter:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Counts what forwards inside save; put it round backwards too if they recompute."""
+        """Counts what forwards in the block save. Use it for backwards too if they recompute."""
         self._excluded = {key for tensor in self._exclude if (key := _storage_key(tensor)) is not None}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
@@ -58,17 +58,17 @@ class ActivationMeter:
         """Counts ``tensors`` until the returned hold is released."""
         return Hold([self._pack(tensor) for tensor in tensors])
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _MeteredTensor:
         key = _storage_key(tensor)
         if key is None or key in self._excluded:
-            return _Saved(None, tensor, 0)
+            return _MeteredTensor(None, tensor, 0)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(tensor.untyped_storage())
+                entry = self._entries[key] = _MeteredStorage(tensor.untyped_storage())
                 self._change(entry.bytes)
             entry.holders += 1
-        return _Saved(self, tensor, key)
+        return _MeteredTensor(self, tensor, key)
 
     def _drop(self, key: int) -> None:
         with self._lock:
@@ -99,7 +99,7 @@ class Hold:
 
     __slots__ = ("_saved",)
 
-    def __init__(self, saved: list[_Saved]) -> None:
+    def __init__(self, saved: list[_MeteredTensor]) -> None:
         self._saved = saved
 
     def release(self) -> None:
@@ -107,7 +107,7 @@ class Hold:
         self._saved.clear()
 
 
-class _Entry:
+class _MeteredStorage:
     """One storage: its bytes when last measured, and how many saved tensors lie in it."""
 
     __slots__ = ("bytes", "holders", "storage")
@@ -118,8 +118,8 @@ class _Entry:
         self.holders = 0
 
 
-class _Saved:
-    """Replaces a saved tensor in the graph; its end tells the meter that the graph has freed it."""
+class _MeteredTensor:
+    """Replaces a saved tensor in the graph. Tells the meter when the graph frees it."""
 
     __slots__ = ("key", "meter", "tensor", "version")
 
@@ -137,7 +137,7 @@ class _Saved:
             self.meter._drop(self.key)
 
 
-def _unpack(saved: _Saved) -> Tensor:
+def _unpack(saved: _MeteredTensor) -> Tensor:
     # Autograd does not check the versions of tensors behind hooks.
     if saved.tensor._version != saved.version:
         raise RuntimeError(
@@ -148,10 +148,10 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
-    """Returns the identity of a tensor's storage while that lives.
+    """Returns the identity of a tensor's storage, valid while the storage exists.
 
-    None where there is no single one: a sparse tensor, or one of a class that has its numbers in other tensors, such as
-    a weight's quantized copy. Activations in FP8 are saved as those other tensors.
+    None if the tensor has no single storage: it is sparse, or its class keeps the numbers in other tensors, such as a
+    weight's quantized copy. Activations in FP8 are saved as those other tensors.
     """
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
         return None

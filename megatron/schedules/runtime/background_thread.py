@@ -15,7 +15,7 @@ _Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 class BackgroundThread:
     """Runs calls in one thread, which starts with the first call and ends with :meth:`close` or with this object.
 
-    Unlike those of ``concurrent.futures``, the thread does not keep a process alive whose call never returns.
+    Unlike threads of ``concurrent.futures``, it does not keep the process alive if a call never returns.
 
     Args:
         name: of the thread.

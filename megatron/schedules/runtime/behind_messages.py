@@ -12,7 +12,7 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class ComingWeights:
-    """The W of one rank that come next and are due, while its program runs.
+    """The next W passes of a rank that may already run.
 
     Args:
         program: program of the rank; a new run needs a new object.
@@ -53,10 +53,9 @@ FLOPS_PER_BYTE = 8000.0
 class MessageBudget:
     """Floating point operations that take as long as each message.
 
-    The plan says how long each pass waits for its messages, and how long W takes. What a pass waits is shared out by
-    bytes: a message of a tenth of the pass's bytes gets a tenth of it. If the plan does not say so, each byte gets
-    :data:`FLOPS_PER_BYTE`. What one message leaves, because a piece was longer or shorter than it, the next message of
-    the pass gets.
+    The plan says how long each pass waits for its messages, and how long W takes. This wait is divided among the pass's
+    messages by their bytes. If the plan does not say so, each byte gets :data:`FLOPS_PER_BYTE`. If a message hides more
+    or less than its budget, the difference goes to the next message of the pass.
 
     Args:
         costs: of the plan's stages; None if there is no plan.
@@ -78,7 +77,7 @@ class MessageBudget:
         self._pass, self._now, self._left = (kind, stage), 0, 0.0
 
     def deferred(self, stage: int, flops: float) -> None:
-        """Says how many floating point operations an I of ``stage`` has left to its W."""
+        """Records how many floating point operations an I of ``stage`` has deferred to its W."""
         if self._weights and self._weights[stage] and flops:
             self._flops_per_time = flops / self._weights[stage]
 
@@ -89,7 +88,7 @@ class MessageBudget:
         return self._left
 
     def left(self, flops: float) -> None:
-        """Says what of :meth:`behind` was not run; negative if more was."""
+        """Records how much of :meth:`behind` was not run; negative if more was run."""
         self._left = flops
 
     def _flops_per_byte(self) -> float:

@@ -33,9 +33,9 @@ class Pending(Protocol):
     """A receive or a collective that was posted."""
 
     def wait(self) -> Tensor:
-        """Returns the tensor that it brings, once it is there. Called once.
+        """Waits for the tensor and returns it. Called once.
 
-        On a GPU it may still be arriving: it is there for whatever the current stream does next.
+        On a GPU the tensor may still be arriving. Later work on the current stream waits for it.
 
         Raises:
             RuntimeError: the chain returned nothing.
@@ -57,16 +57,16 @@ class CollectiveRunner(Protocol):
 
 
 def collectives_on(device: torch.device) -> CollectiveRunner:
-    """Returns what runs chains that compute on ``device``."""
+    """Returns a runner for chains that compute on ``device``."""
     return SideStream(device) if device.type == "cuda" else Worker()
 
 
 class Worker(CollectiveRunner):
     """Runs chains in a thread, which exists from the first chain until :meth:`finish`.
 
-    After a chain that raised no other runs, because ranks would then join different collectives; whoever waits for one
-    gets the error. Where nobody does soon, because the program waits for other ranks that wait for this one, the
-    process ends. Thread-local settings of the caller, such as torch's modes, do not apply to chains.
+    After a chain has raised, no other chain runs, because ranks would then join different collectives. The next wait
+    raises the error. If none comes in time, because the program waits for ranks that wait for this one, the process
+    ends. Thread-local settings of the caller, such as torch's modes, do not apply to chains.
 
     Args:
         patience: seconds until the process ends.
@@ -87,7 +87,7 @@ class Worker(CollectiveRunner):
 
 
 class _Failure:
-    """The first error of a chain, and the timer that ends the process unless the error is reported to somebody."""
+    """The first error of a chain. A timer ends the process unless :meth:`report` raises the error first."""
 
     def __init__(self, patience: float, end: Callable[[str], object]) -> None:
         self._end = end
@@ -134,7 +134,7 @@ class _InThread:
 
 
 class SideStream(CollectiveRunner):
-    """Runs chains on a stream beside the one that computes, at once: posting does not wait for other ranks.
+    """Runs chains at once on a second stream. Posting does not wait for other ranks.
 
     A chain starts once the current stream has reached the point of posting; where its result is waited for, the current
     stream waits for its end. The chain's tensors stay alive until then or until a later chain's result is waited for,

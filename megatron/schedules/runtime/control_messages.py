@@ -1,4 +1,4 @@
-"""Control messages: what ranks tell one another between two iterations, in a few bytes and without their devices."""
+"""Control messages: short texts between ranks, sent between two iterations without their devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ControlMessages:
 
 
 def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the values that all ranks of ``group``, or of the job, give; collective over them."""
-    found: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
-    dist.all_gather_object(found, value, group=group)
-    return found
+    """Gathers ``value`` from all ranks of ``group``, by default of the job. Collective over these ranks."""
+    values: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
+    dist.all_gather_object(values, value, group=group)
+    return values

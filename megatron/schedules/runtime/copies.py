@@ -27,10 +27,10 @@ class Copying(Protocol):
     """Copies that were begun together."""
 
     def wait(self) -> None:
-        """Makes all further work of the device wait for their end; on a GPU the host does not wait.
+        """Makes later work on the device wait for these copies. On a GPU the host does not wait.
 
         Raises:
-            Exception: what went wrong with them, where that is known.
+            Exception: the error of a copy, if it is known.
         """
         ...
 
@@ -69,19 +69,19 @@ class Copies(Protocol):
         ...
 
     def to_host(self, pairs: Sequence[Pair], after: Copying | None = None) -> Copying:
-        """Begins to copy as soon as the device has done what it has been given so far, and ``after`` has ended.
+        """Begins to copy once the device has finished its queued work and ``after`` has ended.
 
         Both ends of each pair must not change until the device has passed the wait for the copy.
         """
         ...
 
     def from_host(self, pairs: Sequence[Pair]) -> Copying:
-        """Begins to copy as soon as the device has done what it has been given so far."""
+        """Begins to copy once the device has finished its queued work."""
         ...
 
 
 def copies_on(device: torch.device) -> Copies:
-    """Returns what copies between ``device``, a GPU or a CPU that stands for one, and the host."""
+    """Returns the copies between the host and ``device``, a GPU or a CPU that stands for one."""
     return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
 
 
@@ -129,7 +129,7 @@ class StreamCopies(Copies):
 
     def _begin(self, stream: Any, pairs: Sequence[Pair], after: Copying | None) -> Copying:
         stream.wait_stream(self._cuda.current_stream(self.device))
-        if isinstance(after, _OnStream):
+        if isinstance(after, _CopiesOnStream):
             stream.wait_event(after.event)
         mark = _unwatched if self.watch is None else self.watch.copying()
         with self._cuda.stream(stream):
@@ -137,7 +137,7 @@ class StreamCopies(Copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             mark()
-        return _OnStream(stream.record_event(), self._cuda, self.device)
+        return _CopiesOnStream(stream.record_event(), self._cuda, self.device)
 
 
 @cache
@@ -147,7 +147,7 @@ def _streams(device: torch.device, both_ways: bool, cuda: Any) -> tuple[Any, Any
     return out, cuda.Stream(device) if both_ways else out
 
 
-class _OnStream:
+class _CopiesOnStream:
     """Copies that end with ``event``."""
 
     def __init__(self, event: Any, cuda: Any, device: torch.device) -> None:
@@ -210,10 +210,10 @@ class _Lane:
 
     def begin(self, pairs: Sequence[Pair], after: Copying | None, watch: CopyWatch | None) -> Copying:
         mark = _unwatched if watch is None else watch.copying()
-        return _InThread(self._thread.submit(partial(self._copy, pairs, after, mark, self._pace.now())))
+        return _CopiesInThread(self._thread.submit(partial(self._copy, pairs, after, mark, self._pace.now())))
 
     def _copy(self, pairs: Sequence[Pair], after: Copying | None, mark: Callable[[], None], begun: float) -> None:
-        """Copies, and takes as long as that takes at the lane's rate from when the lane was free."""
+        """Copies, then sleeps until a copy at the lane's rate would have ended."""
         self._free_at = max(self._free_at, begun)
         if after is not None:
             after.wait()
@@ -225,8 +225,8 @@ class _Lane:
         mark()
 
 
-class _InThread(NamedTuple):
-    """Copies that a lane has, or has had."""
+class _CopiesInThread(NamedTuple):
+    """Copies that a lane runs or has run."""
 
     future: Future[None]
 
@@ -235,4 +235,4 @@ class _InThread(NamedTuple):
 
 
 def _unwatched() -> None:
-    """Does nothing as a copy begins and ends, where nobody watches."""
+    """Does nothing: nobody watches the copy."""

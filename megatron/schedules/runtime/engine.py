@@ -34,10 +34,10 @@ class Observer:
         """The host begins with ``action``."""
 
     def arrived(self) -> None:
-        """The input that the current action has waited for is there; called only where something was waited for."""
+        """The awaited input of the current action has arrived. Not called if nothing was awaited."""
 
     def ended(self, action: Action) -> None:
-        """The host has given all of ``action`` to the device."""
+        """The host has queued all of ``action`` on the device."""
 
 
 def run(
@@ -84,35 +84,39 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
     work: Callable[[Action], tuple[int, int]] = itemgetter(1, 2)  # stage and microbatch
 
-    def forward(each: Instruction) -> None:
-        stage, microbatch = work(each.action)
+    def forward(instruction: Instruction) -> None:
+        stage, microbatch = work(instruction.action)
         split, recompute = program.splits(stage, microbatch), program.recomputes(stage, microbatch)
-        output = stages.forward(stage, microbatch, mailbox.take(each), split=split, recompute=recompute)
-        mailbox.put(each, output)
+        output = stages.forward(stage, microbatch, mailbox.take(instruction), split=split, recompute=recompute)
+        mailbox.put(instruction, output)
 
-    def send(each: Instruction) -> None:
-        assert each.action.peer is not None
-        transport.send(each.action.peer, mailbox.require(each))
+    def backward(run: Callable[[int, int, Tensor | None], Tensor | None], instruction: Instruction) -> None:
+        mailbox.put(instruction, run(*work(instruction.action), mailbox.take(instruction)))
 
-    def receive(each: Instruction) -> None:
-        assert each.action.peer is not None
-        mailbox.expect(each, transport.receive(each.action.peer))
+    def send(instruction: Instruction) -> None:
+        assert instruction.action.peer is not None
+        transport.send(instruction.action.peer, mailbox.require(instruction))
 
-    def collective(each: Instruction) -> None:
-        mailbox.expect(each, transport.collective(stages.collective(Op(each.action.op), each.action.microbatch)))
+    def receive(instruction: Instruction) -> None:
+        assert instruction.action.peer is not None
+        mailbox.expect(instruction, transport.receive(instruction.action.peer))
+
+    def collective(instruction: Instruction) -> None:
+        operation = stages.collective(Op(instruction.action.op), instruction.action.microbatch)
+        mailbox.expect(instruction, transport.collective(operation))
 
     return {
         Kind.F: forward,
-        Kind.B: lambda each: mailbox.put(each, stages.backward(*work(each.action), mailbox.take(each))),
-        Kind.I: lambda each: mailbox.put(each, stages.backward_input(*work(each.action), mailbox.take(each))),
-        Kind.W: lambda each: stages.backward_weight(*work(each.action)),
-        Kind.R: lambda each: stages.recompute_forward(*work(each.action)),
-        Kind.O: lambda each: stages.offload(*work(each.action)),
-        Kind.L: lambda each: stages.load(*work(each.action)),
-        Kind.S: lambda each: stages.output_part(*work(each.action), mailbox.require(each)),
-        Kind.T: lambda each: stages.output_weight(*work(each.action), mailbox.require(each)),
-        Op.ADD: lambda each: stages.add_embedding(each.action.microbatch, mailbox.require(each)),
-        Op.REDUCE: lambda each: stages.reduce_gradients(each.action.stage),
+        Kind.B: lambda instruction: backward(stages.backward, instruction),
+        Kind.I: lambda instruction: backward(stages.backward_input, instruction),
+        Kind.W: lambda instruction: stages.backward_weight(*work(instruction.action)),
+        Kind.R: lambda instruction: stages.recompute_forward(*work(instruction.action)),
+        Kind.O: lambda instruction: stages.offload(*work(instruction.action)),
+        Kind.L: lambda instruction: stages.load(*work(instruction.action)),
+        Kind.S: lambda instruction: stages.output_part(*work(instruction.action), mailbox.require(instruction)),
+        Kind.T: lambda instruction: stages.output_weight(*work(instruction.action), mailbox.require(instruction)),
+        Op.ADD: lambda instruction: stages.add_embedding(instruction.action.microbatch, mailbox.require(instruction)),
+        Op.REDUCE: lambda instruction: stages.reduce_gradients(instruction.action.stage),
         **dict.fromkeys(SENDS, send),
         **dict.fromkeys(RECEIVES, receive),
         **dict.fromkeys(COLLECTIVES, collective),
@@ -152,7 +156,7 @@ class _Mailbox:
             self._held[instruction.filled] = pending
 
     def take(self, instruction: Instruction) -> Tensor | None:
-        """Returns what ``instruction`` needs, waiting for other ranks; None where it needs nothing."""
+        """Waits for the input of ``instruction`` and returns it; None if it has no input."""
         if instruction.needed is None:
             return None
         held = self._held.pop(instruction.needed, None)
@@ -161,12 +165,12 @@ class _Mailbox:
         if isinstance(held, Tensor):
             return held
         tensor = held.wait()
-        for each in self._watching:
-            each.arrived()
+        for observer in self._watching:
+            observer.arrived()
         return tensor
 
     def require(self, instruction: Instruction) -> Tensor:
-        """As :meth:`take`, for an instruction that always needs something."""
+        """Works like :meth:`take` for an instruction that always has an input."""
         tensor = self.take(instruction)
         if tensor is None:
             raise ProgramError(f"{instruction.action} needs the result of a collective that its program does not have")

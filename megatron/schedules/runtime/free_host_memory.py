@@ -8,12 +8,12 @@ _MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgro
 
 
 def available_host_bytes() -> int | None:
-    """Returns how much memory this process may still take on the host, in bytes; None where that is unknown.
+    """Returns the host memory that this process can still allocate, bytes; None if unknown.
 
     The kernel and the process's control groups limit it; all ranks of a node share it.
     """
-    found = [*_free_of_machine(), *_free_of_groups()]
-    return min(found) if found else None
+    free = [*_free_of_machine(), *_free_of_groups()]
+    return min(free) if free else None
 
 
 def _free_of_machine() -> list[int]:
@@ -22,19 +22,19 @@ def _free_of_machine() -> list[int]:
 
 
 def _free_of_groups() -> list[int]:
-    """Returns what the limits of the process's control group and its parents leave; cached files can go."""
+    """Returns the bytes left in the process's control group and its parents; cached files count as free."""
     path = next((line.removeprefix("0::/") for line in _lines(_OWN_GROUP) if line.startswith("0::/")), None)
     if path is None:
         return []
-    group, found = _GROUPS / path, []
-    for each in (group, *group.parents):
-        if not each.is_relative_to(_GROUPS):
+    group, free = _GROUPS / path, []
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(_GROUPS):
             break
-        limit = next(iter(_lines(each / "memory.max")), "max")
-        held = dict(line.split() for line in _lines(each / "memory.stat") if len(line.split()) == 2)
+        limit = next(iter(_lines(folder / "memory.max")), "max")
+        held = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
         if limit.isdigit() and "anon" in held:
-            found.append(max(0, int(limit) - sum(int(held.get(name, 0)) for name in ("anon", "shmem", "kernel"))))
-    return found
+            free.append(max(0, int(limit) - sum(int(held.get(name, 0)) for name in ("anon", "shmem", "kernel"))))
+    return free
 
 
 def _lines(path: Path) -> list[str]:

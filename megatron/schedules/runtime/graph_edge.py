@@ -20,14 +20,14 @@ def edge_of(output: Tensor) -> GradientEdge:
 
 
 class InputGradient:
-    """Takes the gradient of a stage's input, in ``grad`` as a leaf does, without the input."""
+    """Receives the gradient of a stage's input in ``grad``, like a leaf, without keeping the input."""
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
 
 def as_input(activation: Tensor) -> tuple[Tensor, InputGradient]:
-    """Returns ``activation`` for a graph that begins with it, and what takes its gradient.
+    """Returns ``activation`` as the start of a graph, and the object that receives its gradient.
 
     A leaf would have to be kept for its gradient, and its data with it, even where all that was saved is offloaded.
     """

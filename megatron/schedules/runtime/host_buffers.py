@@ -13,7 +13,7 @@ from megatron.schedules.schedule.host_memory import fitting, made
 _PAGE = 4096
 
 
-class Block(NamedTuple):
+class HostBlock(NamedTuple):
     """Host memory, one-dimensional ``uint8``, and the copy that reads it last, if any does."""
 
     memory: Tensor
@@ -35,27 +35,27 @@ class HostMemory:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._free: list[Block] = []
+        self._free: list[HostBlock] = []
         self.bytes = 0
 
-    def take(self, size: int) -> Block:
+    def take(self, size: int) -> HostBlock:
         """Returns a block of at least ``size`` bytes; of those that fit equally well the one released first.
 
         Raises:
-            MemoryError: there is not so much memory.
+            MemoryError: the host has too little memory.
             Exception: whatever ``allocate`` raises.
         """
-        found = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
-        if found is not None:
-            return self._free.pop(found)
+        index = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
+        if index is not None:
+            return self._free.pop(index)
         size = -(-int(made(size)) // _PAGE) * _PAGE
         free = available_host_bytes()
         if free is not None and size > free:
             raise MemoryError(f"the host has {free / 2**30:.3g} GiB left")
-        block = Block(self._allocate(size))
+        block = HostBlock(self._allocate(size))
         self.bytes += size
         return block
 
-    def release(self, block: Block, read_by: Any) -> None:
-        """``block`` may be used again once the copy ``read_by`` has read it."""
-        self._free.append(Block(block.memory, read_by))
+    def release(self, block: HostBlock, read_by: Any) -> None:
+        """Releases ``block`` for reuse once the copy ``read_by`` has read it."""
+        self._free.append(HostBlock(block.memory, read_by))

@@ -51,7 +51,7 @@ class Offloads:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory allocated so far; constant from the second iteration on where sizes are."""
+        """Host memory allocated so far, bytes. Constant from the second iteration on if sizes are."""
         return self._memory.bytes
 
     @contextmanager

@@ -40,7 +40,7 @@ class ParameterLeaves:
         watches_all: whether :attr:`partial` is of all parameters, not only of those with hooks of their own.
 
     Attributes:
-        deferring: whose engine's I runs, and in it no backward of user code; None if there is none.
+        deferring: key whose I the engine runs; None outside of I and in a backward of user code.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
     """
@@ -74,14 +74,14 @@ class ParameterLeaves:
             switch(True)
 
     def arrived(self, key: Key) -> list[tuple[Tensor, Tensor]]:
-        """Returns what I left in the leaves of ``key``, as pairs of a parameter and a gradient, and takes it away.
+        """Removes and returns the gradients that I left in the leaves of ``key``, as (parameter, gradient).
 
         These are the gradients of a gradient that user code has computed in the forward (``create_graph``).
         """
         return [
-            (each.parameter, _take(each.leaf))
-            for each in self._leaves.get(key, ())
-            if each.collected and each.leaf.grad is not None
+            (stand_in.parameter, _take(stand_in.leaf))
+            for stand_in in self._leaves.get(key, ())
+            if stand_in.collected and stand_in.leaf.grad is not None
         ]
 
     def close(self, key: Key) -> None:
@@ -96,9 +96,10 @@ class ParameterLeaves:
 
     @contextmanager
     def input_gradient(self, key: Key) -> Iterator[None]:
-        """Surrounds the engine's I of ``key``. Backwards within its backward are part of it if they are plain.
+        """Surrounds the engine's I of ``key``.
 
-        So are those of recomputed blocks. Not plain are those with ``inputs`` or ``create_graph``.
+        Backwards inside, such as those of recomputed blocks, belong to I unless they have ``inputs`` or
+        ``create_graph``.
         """
         with self._backwards(key), self._hooks_watched(key):
             yield
@@ -128,9 +129,9 @@ class ParameterLeaves:
 
     @contextmanager
     def _hooks_watched(self, key: Key) -> Iterator[None]:
-        leaves = (each for each in self._leaves.get(key, ()) if self._watches_all or _has_hooks(each))
-        parameters = {id(each.parameter): each.parameter for each in leaves}
-        handles = [each.register_hook(partial(self._watched, name)) for name, each in parameters.items()]
+        leaves = (stand_in for stand_in in self._leaves.get(key, ()) if self._watches_all or _has_hooks(stand_in))
+        parameters = {id(stand_in.parameter): stand_in.parameter for stand_in in leaves}
+        handles = [parameter.register_hook(partial(self._watched, name)) for name, parameter in parameters.items()]
         try:
             yield
         finally:
@@ -170,31 +171,32 @@ class ParameterLeaves:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """Runs a backward. Parameters are those of torch's own function, of which this takes the place."""
+        """Runs a backward in place of torch's own function, with the same parameters."""
         options = keep_graph, create_graph
         if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
             return engine(outputs, gradients, *options, inputs, allow_unreachable, accumulate_grad=True)
         if any(id(input) in self._without_graph for input in inputs):
             raise RuntimeError(self._refusal)
-        leaves = [[each.leaf for each in self._open() if each.parameter is input] for input in inputs]
-        asked = (*inputs, *(leaf for each in leaves for leaf in each))
+        leaves = [[stand_in.leaf for stand_in in self._open() if stand_in.parameter is input] for input in inputs]
+        asked = (*inputs, *(leaf for of_input in leaves for leaf in of_input))
         allowed = allow_unreachable or len(asked) > len(inputs)
         with self._defer(None):
-            found = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
+            computed = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
             if not accumulate_grad:
-                return _joined(inputs, leaves, found, allow_unreachable)
+                return _joined(inputs, leaves, computed, allow_unreachable)
             self._deliver(create_graph)
-        return found
+        return computed
 
     def _deliver(self, create_graph: bool) -> None:
-        """Adds what arrived in leaves to the gradients of their parameters, whose hooks run."""
-        arrived = [(each.parameter, _take(each.leaf)) for each in self._open() if each.leaf.grad is not None]
+        """Adds the gradients in leaves to those of their parameters, whose hooks run."""
+        filled = [stand_in for stand_in in self._open() if stand_in.leaf.grad is not None]
+        arrived = [(stand_in.parameter, _take(stand_in.leaf)) for stand_in in filled]
         if arrived:
             parameters, gradients = zip(*arrived, strict=True)
             engine(parameters, gradients, False, create_graph, (), True, accumulate_grad=True)
 
     def _open(self) -> Iterator[_Leaf]:
-        return (each for leaves in self._leaves.values() for each in leaves)
+        return (stand_in for leaves in self._leaves.values() for stand_in in leaves)
 
 
 # Whose passes run now, each with its thread.
@@ -231,8 +233,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     return own.run_backward(*args, **kwargs)
 
 
-def _has_hooks(each: _Leaf) -> bool:
-    parameter: Any = each.parameter
+def _has_hooks(stand_in: _Leaf) -> bool:
+    parameter: Any = stand_in.parameter
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -243,15 +245,17 @@ def _take(leaf: Tensor) -> Tensor:
 
 
 def _joined(
-    inputs: Sequence[Any], leaves: Sequence[Sequence[Tensor]], found: Sequence[Tensor | None], allow_unused: bool
+    inputs: Sequence[Any], leaves: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor | None], allow_unused: bool
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradient of each of ``inputs``, from its own and those of its ``leaves``, which follow in ``found``.
+    """Returns the gradient of each of ``inputs``: the sum of its own and those of its ``leaves``.
+
+    ``gradients`` has those of all inputs, then those of all leaves.
 
     Raises:
         RuntimeError: one has none, and that is not allowed.
     """
-    rest, result = iter(found[len(inputs) :]), []
-    for input, own, stand_ins in zip(inputs, found, leaves, strict=False):
+    rest, result = iter(gradients[len(inputs) :]), []
+    for input, own, stand_ins in zip(inputs, gradients, leaves, strict=False):
         parts = [part for part in (next(rest) for _ in stand_ins) if part is not None]
         if parts:
             parts = [_hooked(input, reduce(add, parts))]

@@ -20,7 +20,7 @@ class End(Enum):
 
 
 class Position(NamedTuple):
-    """One step of one run; each time that the host reaches a step makes a new object.
+    """One step of one run. Each step that the host reaches makes a new object.
 
     Args:
         program: what is run.

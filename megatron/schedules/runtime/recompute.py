@@ -39,7 +39,7 @@ class Recomputes:
     def __init__(self, capture_state: CaptureState) -> None:
         self.parameters: set[int] = set()
         self._capture_state = capture_state
-        self._waiting: dict[tuple[int, int], list[_Run]] = {}
+        self._waiting: dict[tuple[int, int], list[_RecomputedForward]] = {}
         self._open: tuple[int, int] | None = None
 
     @contextmanager
@@ -66,8 +66,8 @@ class Recomputes:
             raise ProgramError(
                 f"{stage}R{microbatch}: its forward kept nothing to recompute, or was recomputed already"
             )
-        for each in waiting:
-            each.recompute()
+        for run in waiting:
+            run.recompute()
 
     def assert_empty(self) -> None:
         """Raises RuntimeError if an F that kept inputs has not had its R."""
@@ -80,10 +80,10 @@ class Recomputes:
         """True if a layer that is called now will be recomputed."""
         return self._open is not None
 
-    def add(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
+    def add(self, call: _BoundForward, anchor: Tensor, inputs: Sequence[Tensor]) -> _RecomputedForward:
         """Queues ``call(*inputs)`` for its R pass."""
         assert self._open is not None
-        run = _Run(self, self._open, call, self._capture_state(), anchor, inputs)
+        run = _RecomputedForward(self, self._open, call, self._capture_state(), anchor, inputs)
         self._waiting[self._open].append(run)
         return run
 
@@ -94,11 +94,11 @@ def recompute_layer(layer: torch.nn.Module, recomputes: Recomputes) -> None:
     Its inputs and outputs are tensors and anything else, in lists, tuples and dicts; gradients flow through the tensors
     found there. Hooks of the layer are called in F, those of its submodules in R too.
     """
-    layer.forward = _Forward(layer, recomputes)
+    layer.forward = _LayerForward(layer, recomputes)
     recomputes.parameters.update(map(id, layer.parameters()))
 
 
-class _Call(NamedTuple):
+class _BoundForward(NamedTuple):
     """One call of a layer's forward: its arguments as leaves of a tree, without the tensors, and their positions."""
 
     forward: Callable[..., Any]
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         return self.forward(*args, **kwargs)
 
 
-class _Forward:
+class _LayerForward:
     """Replaces one layer's ``forward``."""
 
     def __init__(self, layer: torch.nn.Module, recomputes: Recomputes) -> None:
@@ -126,32 +126,32 @@ class _Forward:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[position] for position in positions]
-        if not any(each.requires_grad for each in chain(tensors, self._layer.parameters())):
+        if not any(tensor.requires_grad for tensor in chain(tensors, self._layer.parameters())):
             return self._whole(*args, **kwargs)
         for position in positions:
             leaves[position] = None
         # Autograd has to call I here even if the inputs need no gradient.
         anchor = torch.empty(0, requires_grad=True)
-        run = self._recomputes.add(_Call(self._whole, leaves, tree, positions), anchor, tensors)
+        run = self._recomputes.add(_BoundForward(self._whole, leaves, tree, positions), anchor, tensors)
         return run.output(_Layer.apply(run, anchor, *tensors))
 
 
-class _Run:
+class _RecomputedForward:
     """One forward of a layer, from F to I."""
 
     def __init__(
         self,
         recomputes: Recomputes,
         key: tuple[int, int],
-        call: _Call,
+        call: _BoundForward,
         restore: Restore,
         anchor: Tensor,
         inputs: Sequence[Tensor],
     ) -> None:
         self._recomputes = recomputes
         self._key, self._needing = key, [tensor.requires_grad for tensor in inputs]
-        saved = _Saved.apply(anchor, *(tensor.detach() for tensor in inputs))
-        self._kept: tuple[_Call, Restore, Any] | None = call, restore, saved
+        saved = _SavedInputs.apply(anchor, *(tensor.detach() for tensor in inputs))
+        self._kept: tuple[_BoundForward, Restore, Any] | None = call, restore, saved
         self._output: pytree.TreeSpec | None = None
         self._inputs: list[Tensor | None] = []
         self._starts: list[GradientEdge | None] | None = None
@@ -161,8 +161,8 @@ class _Run:
         assert self._kept is not None
         call, _, _ = self._kept
         # A layer may turn grad mode on for a part of itself, as Megatron's do where they add a bias and the residual.
-        found, self._output = pytree.tree_flatten(call([tensor.detach() for tensor in inputs]))
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
+        leaves, self._output = pytree.tree_flatten(call([tensor.detach() for tensor in inputs]))
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def output(self, leaves: Sequence[Any]) -> Any:
         """Returns the layer's output, made of these leaves."""
@@ -170,7 +170,7 @@ class _Run:
         return pytree.tree_unflatten(list(leaves), self._output)
 
     def recompute(self) -> None:
-        """R. Of the layer's output it keeps only where the backward starts."""
+        """R: builds the graph. Keeps the start of the backward instead of the layer's output."""
         self._inputs, self._starts = self._graph()
         self._kept = None
 
@@ -181,8 +181,8 @@ class _Run:
         pairs = zip(saved.grad_fn.saved_tensors, self._needing, strict=True)
         inputs = [tensor.detach().requires_grad_(needing) for tensor, needing in pairs]
         with restore(), torch.enable_grad():
-            found = pytree.tree_leaves(call(inputs))
-            starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in found]
+            leaves = pytree.tree_leaves(call(inputs))
+            starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
         return [tensor if tensor.requires_grad else None for tensor in inputs], starts
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -226,7 +226,7 @@ class _Layer(torch.autograd.Function):
     """A layer whose graph is built later."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, anchor: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: _RecomputedForward, anchor: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         return tuple(run.first(inputs))
@@ -236,7 +236,7 @@ class _Layer(torch.autograd.Function):
         return None, None, *ctx.run.backward(gradients)
 
 
-class _Saved(torch.autograd.Function):
+class _SavedInputs(torch.autograd.Function):
     """Saves tensors for a backward that never runs, so that whatever counts, moves or watches saved tensors sees them.
 
     It is a node of its own because R frees it, before the layer's backward.

@@ -63,7 +63,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Message(NamedTuple):
+class MessageTimes(NamedTuple):
     """A message inside a pass: milliseconds of weight gradients behind it, and of waiting after these."""
 
     work: Pass
@@ -88,14 +88,13 @@ class _Run(NamedTuple):
 
     def all_marks(self) -> list[Any]:
         """The marks of passes, copies and messages."""
-        return [*self.marks, *(mark for each in (*self.copies, *self.messages) for mark in each.marks)]
+        return [*self.marks, *(mark for timed in (*self.copies, *self.messages) for mark in timed.marks)]
 
 
 class Recorder(Observer):
     """Notes when each pass began, once its inputs had arrived, and when it ended.
 
-    Use it for one run after another: :meth:`begin`, the run, :meth:`end`, and whenever the device has come so far
-    :meth:`take`.
+    For each run call :meth:`begin`, run, call :meth:`end`, and call :meth:`take` once the device has finished.
 
     Args:
         clock: makes events, which are used again.
@@ -113,10 +112,10 @@ class Recorder(Observer):
         self._open = False
         self._whole: deque[_Run] = deque()
         self.copies: list[Span] = []
-        self.messages: list[Message] = []
+        self.messages: list[MessageTimes] = []
 
     def begin(self) -> None:
-        """A run begins: time 0 of its record. Drops an unfinished run."""
+        """Begins a run at time 0. Drops an unfinished run."""
         self._free += self._run.all_marks()
         self._run, self._open = _Run([], [self._mark()], [], []), False
 
@@ -157,14 +156,14 @@ class Recorder(Observer):
             self._open = False
 
     def end(self) -> None:
-        """The run has ended well."""
+        """Ends a run that succeeded."""
         self._whole.append(self._run)
         self._run = _Run([], [], [], [])
 
     def take(self) -> list[Span] | None:
         """Returns the passes of the oldest run that has not been taken; None where the device has not ended it.
 
-        The passes have the order of the program; both times of a copy are those at which computing passed it.
+        Passes are in program order. Both times of a copy are when computing continued after it.
         """
         if not self._whole or not self._whole[0].marks[-1].query():
             return None
@@ -174,11 +173,11 @@ class Recorder(Observer):
         # Computing has waited for the end of each copy, so these marks are passed too.
         self.copies = [Span(copy.work, *(base.elapsed_time(mark) for mark in copy.marks)) for copy in run.copies]
         self.messages = [
-            Message(work, begun.elapsed_time(computed), computed.elapsed_time(arrived))
+            MessageTimes(work, begun.elapsed_time(computed), computed.elapsed_time(arrived))
             for work, (begun, computed, arrived) in run.messages
         ]
         self._free += run.all_marks()
-        return [Span(*each) for each in zip(run.works, times[::2], times[1::2], strict=True)]
+        return [Span(*fields) for fields in zip(run.works, times[::2], times[1::2], strict=True)]
 
     def _mark(self) -> Any:
         try:

@@ -28,11 +28,11 @@ class Plans(Protocol):
         ...
 
     def prove(self, request: Request, schedule: Schedule) -> Any:
-        """Returns the programs of all ranks, lowered and checked; raises what is wrong with them."""
+        """Returns the programs of all ranks, lowered and checked; raises an error if one is wrong."""
         ...
 
     def adopt(self, request: Request, schedule: Schedule, proved: Any) -> None:
-        """Runs this from the next iteration on; must not fail."""
+        """Runs this schedule from the next iteration on. Must not fail."""
         ...
 
 
@@ -75,7 +75,7 @@ class Replanner:
         return self._request is not None
 
     def start(self, request: Request) -> None:
-        """Starts planning for ``request``, which is the same on all ranks; gives up a plan that is being made."""
+        """Starts planning for ``request``, the same on all ranks. Cancels planning in progress."""
         self.close()
         self._request, self._started, self._round = request, self._now, self._round + 1
         if not self._first:
@@ -101,7 +101,7 @@ class Replanner:
             self._post(self._status())
 
     def close(self) -> None:
-        """Gives up a plan that is being made."""
+        """Cancels planning in progress."""
         if self._search is not None:
             self._search.close()
         self._request = self._search = None
@@ -116,31 +116,31 @@ class Replanner:
         try:
             if self._fault or self._search is None:
                 raise BackgroundPlanError(self._fault)
-            found = self._search.poll()
+            proposal = self._search.poll()
         except BackgroundPlanError as error:
             return json.dumps({"error": str(error)})
-        return "" if found is None else found.to_text()
+        return "" if proposal is None else proposal.to_text()
 
     def _conclude(self, request: Request, text: str) -> None:
         if "error" in (said := json.loads(text)):
             self._say(f"WARNING: replanning failed, and the current plan stays: {said['error']}")
             return
-        found, running = Proposal.from_text(text), self._plans.running
-        if not found.csv:
+        proposal, running = Proposal.from_text(text), self._plans.running
+        if not proposal.csv:
             self._say(
-                f"replanned: nothing better was found; iteration {found.before.makespan:.1f} ms expected, bubble "
-                f"{100 * found.before.bubble:.1f} %"
+                f"replanned: nothing better was found; iteration {proposal.before.makespan:.1f} ms expected, bubble "
+                f"{100 * proposal.before.bubble:.1f} %"
             )
             return
-        change = f"{found.before.makespan:.1f} -> {found.after.makespan:.1f} ms expected"
-        bubble = f"bubble {100 * found.before.bubble:.1f} -> {100 * found.after.bubble:.1f} %"
+        change = f"{proposal.before.makespan:.1f} -> {proposal.after.makespan:.1f} ms expected"
+        bubble = f"bubble {100 * proposal.before.bubble:.1f} -> {100 * proposal.after.bubble:.1f} %"
         if not self._adopts:
             self._say(f"a plan for the measured times would be better: iteration {change}, {bubble}")
             return
         fault, mark, taken = "", "", None
         try:
-            schedule = read_rows(found.csv, running)
-            mark = digest(found.csv, schedule.placement, request)
+            schedule = read_rows(proposal.csv, running)
+            mark = digest(proposal.csv, schedule.placement, request)
             taken = schedule, self._plans.prove(request, schedule)
         except Exception as error:  # whatever it is, the current plan is still good
             fault = one_line(f"{type(error).__name__}: {error}")
@@ -158,12 +158,12 @@ class Replanner:
 
 
 def _objection(answers: Sequence[str]) -> str:
-    """Returns why not all ``answers`` agree, for the first rank that does not; empty where all do."""
-    found = [json.loads(answer) for answer in answers]
-    for rank, (mark, fault) in enumerate(found):
+    """Returns why the first rank that disagrees does so; empty if all ``answers`` agree."""
+    parsed = [json.loads(answer) for answer in answers]
+    for rank, (mark, fault) in enumerate(parsed):
         if fault:
             return f"rank {rank}: {fault}"
-        if mark != found[0][0]:
+        if mark != parsed[0][0]:
             return (
                 f"rank {rank} has another plan than rank 0: their versions of this package differ, or their profiles do"
             )

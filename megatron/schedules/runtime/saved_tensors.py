@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
 from megatron.schedules.runtime.copies import Copies, Copying, Pair
-from megatron.schedules.runtime.host_buffers import Block, HostMemory
+from megatron.schedules.runtime.host_buffers import HostBlock, HostMemory
 
 # Bytes to which each storage is aligned in a block of host memory, whatever its dtype.
 _ALIGNED = 512
@@ -32,7 +32,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Saved:
+class _SavedTensor:
     """Replaces a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "hold", "modified", "storage", "tensor", "version", "view")
@@ -45,7 +45,7 @@ class _Saved:
         self.modified = False
 
     def free(self) -> None:
-        """Drops the tensor, and notes how it lay in its storage."""
+        """Drops the tensor, and keeps its position in the storage."""
         tensor = self.tensor
         assert tensor is not None
         self.view = _View(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -69,15 +69,15 @@ class _Storage:
 
     def __init__(self, part: int) -> None:
         self.part = part
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[weakref.ref[_SavedTensor]] = []
         self.size = 0
         self.on_device: Tensor | None = None
         self.on_host: Tensor | None = None
         self.hold: Hold | None = None
 
-    def alive(self) -> Iterator[_Saved]:
+    def alive(self) -> Iterator[_SavedTensor]:
         """Yields the tensors that the graph still holds."""
-        return (saved for each in self.saved if (saved := each()) is not None)
+        return (saved for reference in self.saved if (saved := reference()) is not None)
 
 
 class OffloadedForward:
@@ -93,7 +93,7 @@ class OffloadedForward:
         self._copies, self._meter = copies, meter
         self._storages: dict[int, _Storage] = {}
         self._moving: list[_Storage] = []
-        self._block: Block | None = None
+        self._block: HostBlock | None = None
         self._out: Copying | None = None
         self.bytes = 0
         self.moved: list[int] = []
@@ -104,16 +104,16 @@ class OffloadedForward:
         self.moved.append(0)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         hold = None if self._meter is None else self._meter.hold([tensor])
         if not self._movable(tensor):
-            return _Saved(tensor, None, hold)
+            return _SavedTensor(tensor, None, hold)
         key = _storage_key(tensor)
         storage = self._storages.get(key)
         # Another storage may have got the address of one that was freed.
         if storage is None or next(storage.alive(), None) is None:
             storage = self._storages[key] = _Storage(len(self.moved) - 1)
-        saved = _Saved(tensor, storage, hold)
+        saved = _SavedTensor(tensor, storage, hold)
         storage.saved.append(weakref.ref(saved))
         return saved
 
@@ -133,7 +133,7 @@ class OffloadedForward:
             # A storage that was resized to nothing will be filled again by whoever did so.
             if memory.nbytes() < max(1, self._copies.smallest):
                 continue
-            own = sum(1 + (each.hold is not None) for each in saved)
+            own = sum(1 + (saved_tensor.hold is not None) for saved_tensor in saved)
             if key in leaving or _holders(memory) == own:
                 storage.size = memory.nbytes()
                 storage.on_device = _flat(memory)
@@ -142,8 +142,8 @@ class OffloadedForward:
         self._storages = {}
         self.bytes = sum(_rounded(storage.size) for storage in self._moving)
 
-    def copy_out(self, block: Block) -> None:
-        """Begins to copy to ``block``, once that has been read."""
+    def copy_out(self, block: HostBlock) -> None:
+        """Begins to copy to ``block`` once the last copy from it has ended."""
         self._block, offset = block, 0
         pairs: list[Pair] = []
         for storage in self._moving:
@@ -188,7 +188,7 @@ class OffloadedForward:
         )
 
 
-def _unpack(saved: _Saved) -> Tensor:
+def _unpack(saved: _SavedTensor) -> Tensor:
     tensor, view = saved.tensor, saved.view
     # Autograd does not check the versions of tensors behind hooks.
     if saved.modified or (tensor is not None and tensor._version != saved.version):

@@ -47,7 +47,7 @@ class Stages(Protocol):
         ...
 
     def reduce_gradients(self, stage: int) -> None:
-        """Starts the data-parallel reduction of the stage's gradients, which are complete, behind the next passes."""
+        """Starts the data-parallel reduction of the stage's complete gradients, behind the next passes."""
         ...
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
@@ -62,7 +62,7 @@ class Stages(Protocol):
         raise ProgramError("these stages offload nothing")
 
     def load(self, stage: int, microbatch: int) -> None:
-        """L: allocates device memory and begins the copy back, for whose end I or B, whichever comes, waits."""
+        """L: allocates device memory and begins the copy back. The I or B that follows waits for its end."""
         raise ProgramError("these stages offload nothing")
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:

@@ -35,7 +35,7 @@ _MACHINERY = ("torch", "megatron.schedules")
 
 
 class StallWatch:
-    """Ends the process where a position does not change for longer than the limit.
+    """Ends the process if the position does not change within the limit.
 
     Args:
         tracker: what the engine updates.
@@ -81,7 +81,7 @@ class StallWatch:
         atexit.unregister(self.close)
 
     def look(self, seconds: float) -> str | None:
-        """Returns the line to end with, if this is a stall.
+        """Returns the line to end with if the pipeline has stalled.
 
         Args:
             seconds: since the last look.
@@ -167,12 +167,12 @@ def _ends_anyway() -> Iterator[None]:
 
 
 def _waits(position: Position) -> bool:
-    """Returns true if the rank waits for another one there."""
+    """Returns true if the rank waits for another rank there."""
     return isinstance(position.step, End) or position.awaits or position.step.action.peer is not None
 
 
 def _where(position: Position) -> str:
-    """Says where that is, what is waited for there, and the usual cause."""
+    """Describes the position, what the rank waits for there, and the usual cause."""
     step, cause = position.step, "which has died, has stalled itself, or is slower than that"
     if step is End.AFTER:
         return "after its program, where all ranks exchange results and gradients: one of them does not get there"

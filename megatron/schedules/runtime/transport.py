@@ -140,16 +140,16 @@ def make_collective_group(
     """
     mine = _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pipeline in map(tuple, pipelines):
-        found[pipeline] = new_group(
+        groups[pipeline] = new_group(
             list(pipeline), timeout=timeout, backend=backend, pg_options=options(), group_desc="pipeline collectives"
         )
     word = torch.tensor([1 + mine.index(dist.get_rank())], device=_device_of(backend))
-    dist.all_reduce(word, group=found[mine])
+    dist.all_reduce(word, group=groups[mine])
     if word.item() != sum(range(1, 1 + len(mine))):
         raise RuntimeError(f"the group of pipeline {list(mine)} adds 1 to {len(mine)} up to {word.item()}")
-    return found[mine]
+    return groups[mine]
 
 
 def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -164,23 +164,23 @@ def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _device_of(backend: str) -> torch.device:
-    """Returns where ``backend`` takes its tensors from."""
+    """Returns the device of the tensors that ``backend`` sends."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
 def rounds(channels: Iterable[Channel]) -> list[list[Channel]]:
     """Returns ``channels`` in rounds in which no rank talks to two others: four for neighbours in any line."""
-    found: list[list[Channel]] = []
+    result: list[list[Channel]] = []
     busy: list[set[int]] = []
     for channel in sorted(set(channels)):
         ends = {channel.source, channel.destination}
         at = next((at for at, ranks in enumerate(busy) if not ranks & ends), len(busy))
         if at == len(busy):
             busy.append(set())
-            found.append([])
+            result.append([])
         busy[at] |= ends
-        found[at].append(channel)
-    return found
+        result[at].append(channel)
+    return result
 
 
 def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
@@ -273,7 +273,7 @@ class Transport:
         return self._collectives.post(chain)
 
     def finish(self) -> None:
-        """Waits until every send and every collective has completed; raises what one of them raised."""
+        """Waits until every send and every collective has completed; raises the error of any."""
         if self._shapes is not None:
             self._shapes.finish()
         if self._collectives is not None:

@@ -65,7 +65,7 @@ class WeightGradients:
 
     @contextmanager
     def input_gradient(self, stage: int, microbatch: int) -> Iterator[None]:
-        """As :meth:`split`, round the engine's I, which defers."""
+        """Works like :meth:`split` for the engine's I, which defers."""
         key = (stage, microbatch)
         with self._open(key), self.leaves.input_gradient(key):
             yield
@@ -146,7 +146,7 @@ class WeightGradients:
         """W: computes and accumulates all gradients queued for (stage, microbatch), in order, and closes it.
 
         Args:
-            then: of the W that comes next, if one does: prefetched behind the last that this one computes.
+            then: key of the next W, if any. It is prefetched behind the last gradient of this one.
 
         Raises:
             RuntimeError: the key is not open, or a held tensor was modified in place between I and W.
@@ -327,11 +327,11 @@ class _Deferred:
 
 
 def _nothing() -> None:
-    """Closure of what is done."""
+    """Closure of gradients that are already accumulated."""
 
 
 def _computed(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Closure of gradients that are there."""
+    """Closure of gradients that are already computed."""
     return gradients
 
 

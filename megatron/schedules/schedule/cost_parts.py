@@ -132,15 +132,15 @@ class LayerTimes:
         """
         if not any(self.attention + self.messages):
             return {}, {}
-        found = self.on_stages(one, layers, [Load()] * len(layers), repeated)
-        times = {Kind.F: found[Kind.F], Kind.I: found[Kind.I], Kind.R: recompute}
+        by_kind = self.on_stages(one, layers, [Load()] * len(layers), repeated)
+        times = {Kind.F: by_kind[Kind.F], Kind.I: by_kind[Kind.I], Kind.R: recompute}
 
         def parts(shares: Callable[[float], Mapping[Kind, float]]) -> _ByKind:
             of = [shares(again) for again in repeated]
             return {
-                kind: tuple(share[kind] * time for share, time in zip(of, each, strict=True))
-                for kind, each in times.items()
-                if each
+                kind: tuple(share[kind] * time for share, time in zip(of, by_stage, strict=True))
+                for kind, by_stage in times.items()
+                if by_stage
             }
 
         attention = parts(self._attention) if any(self.attention) else {}

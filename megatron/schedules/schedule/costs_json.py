@@ -31,8 +31,8 @@ class _ByMember[Key: Enum, Value](Form, frozen=True, kw_only=True, forbid_unknow
 
     def values(self) -> dict[Key, Value]:
         """Returns the values that are set."""
-        found: dict[Any, Value] = {key: getattr(self, key.name) for key in self.members}
-        return {key: value for key, value in found.items() if value is not UNSET}
+        values: dict[Any, Value] = {key: getattr(self, key.name) for key in self.members}
+        return {key: value for key, value in values.items() if value is not UNSET}
 
 
 def _form(name: str, doc: str, base: Any, members: type[Enum], always: Collection[Enum]) -> Any:
@@ -69,7 +69,7 @@ class MessagesForm[Value](Form, frozen=True, kw_only=True):
     def values(self) -> dict[Kind, tuple[Value, ...]]:
         """Returns the times that there are."""
         times = {Kind.F: self.F, Kind.I: self.I, Kind.R: self.R}
-        return {kind: each for kind, each in times.items() if each is not UNSET}
+        return {kind: by_stage for kind, by_stage in times.items() if by_stage is not UNSET}
 
 
 class StageCostsForm[Value](Form, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
             standing=costs.standing,
             one_way=costs.one_way,
             latencies=tuple((source, to, latency) for (source, to), latency in costs.latencies.items()),
-            messages=MessagesForm(**{kind.name: each for kind, each in costs.messages.items()})
+            messages=MessagesForm(**{kind.name: by_stage for kind, by_stage in costs.messages.items()})
             if costs.has_messages
             else UNSET,
         )
@@ -117,17 +117,17 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
     times, held = form.times.values(), form.held.values()
     messages = {} if form.messages is UNSET else form.messages.values()
     lists = {
-        **{f"times.{kind}": each for kind, each in times.items()},
+        **{f"times.{kind}": by_stage for kind, by_stage in times.items()},
         "activation": form.activation,
-        **{f"held.{share.name}": each for share, each in held.items()},
+        **{f"held.{share.name}": by_stage for share, by_stage in held.items()},
         **({"standing": form.standing} if form.standing else {}),
-        **{f"messages.{kind}": each for kind, each in messages.items()},
+        **{f"messages.{kind}": by_stage for kind, by_stage in messages.items()},
     }
-    for name, each in lists.items():
-        check_length(each, placement.stages, f"{at}.{name}", "stage")
+    for name, by_stage in lists.items():
+        check_length(by_stage, placement.stages, f"{at}.{name}", "stage")
     latencies = read_latencies(form.latencies, placement.ranks, f"{at}.latencies")
-    for kind, each in messages.items():
-        if any(message > time for message, time in zip(each, times.get(kind, each), strict=True)):
+    for kind, by_stage in messages.items():
+        if any(message > time for message, time in zip(by_stage, times.get(kind, by_stage), strict=True)):
             raise PlanError(f"{at}.messages.{kind} must not exceed the time of the pass that they are part of")
     return StageCosts(
         times, form.activation, form.comm, held, form.standing, form.one_way, latencies, messages=messages

@@ -27,7 +27,7 @@ class Decisions:
     def mean_savings(self) -> Mapping[str, float]:
         """Mean over all stages of the recomputed and of the offloaded part; without those that are None."""
         savings = {"recomputed": self.recomputed, "offloaded": self.offloaded}
-        return {name: sum(each) / len(each) for name, each in savings.items() if each is not None}
+        return {name: sum(shares) / len(shares) for name, shares in savings.items() if shares is not None}
 
     def savings_on(self, placement: Placement) -> tuple[Sequence[float], Sequence[float]]:
         """Returns the recomputed and the offloaded part of each stage of ``placement``; 0 for None.

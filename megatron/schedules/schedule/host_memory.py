@@ -32,8 +32,8 @@ def fitting(blocks: Sequence[float], size: float, least: float = 0.0) -> int | N
         size: requested size.
         least: requests below this size accept blocks as large as a request of this size does.
     """
-    found = [at for at, block in enumerate(blocks) if size <= block <= _MOST_SPARE * max(size, least)]
-    return min(found, key=blocks.__getitem__, default=None)
+    candidates = [at for at, block in enumerate(blocks) if size <= block <= _MOST_SPARE * max(size, least)]
+    return min(candidates, key=blocks.__getitem__, default=None)
 
 
 def taken(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:

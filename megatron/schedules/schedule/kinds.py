@@ -80,7 +80,7 @@ class Resource(StrEnum):
     FROM_HOST = "copies from the host"
 
 
-class Row(NamedTuple):
+class KindProperties(NamedTuple):
     """Properties of one kind of pass.
 
     Args:
@@ -117,14 +117,14 @@ class Row(NamedTuple):
 
 
 _SINGLE = {
-    Kind.F: Row(
+    Kind.F: KindProperties(
         "forward",
         needs=(Need((Kind.F,), At.PREVIOUS),),
         makes=Result.ACTIVATION,
         takes=(Share.FORWARD, Share.RECOMPUTED, Share.OFFLOADED),
         in_evaluation=True,
     ),
-    Kind.I: Row(
+    Kind.I: KindProperties(
         "input gradient",
         needs=(
             Need((Kind.F,), At.SAME),
@@ -137,14 +137,14 @@ _SINGLE = {
         takes=(Share.WEIGHTS,),
         gives=(Share.FORWARD, Share.RECOMPUTED, Share.OFFLOADED),
     ),
-    Kind.W: Row(
+    Kind.W: KindProperties(
         "weight gradient",
         needs=(Need((Kind.I,), At.SAME),),
         gives=(Share.WEIGHTS,),
         filler=True,
         ends_gradients=True,
     ),
-    Kind.S: Row(
+    Kind.S: KindProperties(
         "part of the output layer",
         needs=(Need((Kind.F,), At.LAST),),
         takes=(Share.VOCABULARY,),
@@ -152,7 +152,7 @@ _SINGLE = {
         of_ranks=True,
         in_evaluation=True,
     ),
-    Kind.T: Row(
+    Kind.T: KindProperties(
         "its weight gradient",
         needs=(Need((Kind.S,), At.SAME), Need((Kind.I, Kind.B), At.LAST)),
         gives=(Share.VOCABULARY,),
@@ -161,14 +161,14 @@ _SINGLE = {
         optional=True,
         of_ranks=True,
     ),
-    Kind.R: Row(
+    Kind.R: KindProperties(
         "recompute",
         needs=(Need((Kind.F,), At.SAME),),
         takes=(Share.RECOMPUTED,),
         optional=True,
         spares=(Share.RECOMPUTED,),
     ),
-    Kind.O: Row(
+    Kind.O: KindProperties(
         "offloaded to the host",
         needs=(Need((Kind.F,), At.SAME),),
         gives=(Share.OFFLOADED,),
@@ -176,7 +176,7 @@ _SINGLE = {
         optional=True,
         returns=Kind.L,
     ),
-    Kind.L: Row(
+    Kind.L: KindProperties(
         "loaded back",
         needs=(Need((Kind.O,), At.SAME),),
         takes=(Share.OFFLOADED,),
@@ -187,13 +187,13 @@ _SINGLE = {
 }
 
 
-def _whole(*parts: Kind) -> Row:
-    """Row of a kind that combines ``parts``. Dependencies between the parts are dropped."""
+def _whole(*parts: Kind) -> KindProperties:
+    """Properties of a kind that combines ``parts``. Dependencies between the parts are dropped."""
     rows = [_SINGLE[part] for part in parts]
     needs = [need for row in rows for need in row.needs]
     taken = [share for row in rows for share in row.takes]
     given = [share for row in rows for share in row.gives]
-    return Row(
+    return KindProperties(
         f"{' and '.join(parts)} in one",
         needs=tuple(need for need in needs if need.at is not At.SAME or not {*need.kinds} & {*parts}),
         makes=next((row.makes for row in rows if row.makes), None),
@@ -207,7 +207,7 @@ def _whole(*parts: Kind) -> Row:
     )
 
 
-KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
+KINDS: Mapping[Kind, KindProperties] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 
 # Combined kinds by their parts.
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
@@ -287,10 +287,10 @@ def _needed(
     kind: Kind, stage: int, placement: Placement, present: Collection[Kind]
 ) -> list[tuple[At, tuple[int, tuple[Kind, ...]]]]:
     """Returns :func:`sources`, each with its relative stage."""
-    found: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
+    needs: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
     last = placement.last_stage
     for kinds, at in KINDS[kind].needs:
-        if all(KINDS[each].optional and each not in present for each in kinds):
+        if all(KINDS[needed].optional and needed not in present for needed in kinds):
             continue
         where = {
             At.SAME: [stage],
@@ -299,8 +299,8 @@ def _needed(
             At.LAST: [last],
             At.EVERY_RANK: stages_doing(kinds[0], placement) if stage == last else [],
         }[at]
-        found += [(at, (each, kinds)) for each in where]
-    return found
+        needs += [(at, (source, kinds)) for source in where]
+    return needs
 
 
 def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageKind]]:
@@ -309,19 +309,19 @@ def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageK
     If a pass depends on other stages as well as on its own, only the other stages (and optional passes) count: the
     required passes of its own stage end long before.
     """
-    found: dict[StageKind, list[StageKind]] = defaultdict(list)
+    after: dict[StageKind, list[StageKind]] = defaultdict(list)
     for kind, stages in doing.items():
         for stage in stages:
             there = [
-                (at, source, each)
+                (at, source, needed)
                 for at, (source, kinds) in _needed(kind, stage, placement, doing)
-                for each in kinds
-                if source in doing.get(each, ())
+                for needed in kinds
+                if source in doing.get(needed, ())
             ]
             late = [pick for pick in there if pick[0] is not At.SAME or KINDS[pick[2]].optional]
-            for _, source, each in late or there:
-                found[source, each].append((stage, kind))
-    return found
+            for _, source, needed in late or there:
+                after[source, needed].append((stage, kind))
+    return after
 
 
 def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKind]:
@@ -337,9 +337,9 @@ def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKin
         work = (ready or late).pop()
         yield work
         waits.subtract(after[work])
-        freed = sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
-        for each in freed:
-            (late if each[1] in _LATE else ready).append(each)
+        freed = [successor for successor in after[work] if not waits[successor]]
+        for successor in sorted(freed, key=lambda successor: KINDS[successor[1]].filler):
+            (late if successor[1] in _LATE else ready).append(successor)
 
 
 class Pass(NamedTuple):

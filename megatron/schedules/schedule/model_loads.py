@@ -104,7 +104,7 @@ class ModelLoads:
     def mean(self) -> Load:
         """Load of the average decoder layer, which costs refer to."""
         total = self._of(0, len(self.layers)).split
-        return Load(*(each / len(self.layers) for each in total))
+        return Load(*(amount / len(self.layers) for amount in total))
 
     @cached_property
     def without_output(self) -> ModelLoads:
@@ -137,15 +137,15 @@ class ModelLoads:
 
     def by_stage(self, counts: Sequence[int]) -> list[Part]:
         """Returns the load of each stage, given its number of layers."""
-        found, begin = [], 0
+        parts, begin = [], 0
         for count in counts:
-            found.append(self._of(begin, begin + count))
+            parts.append(self._of(begin, begin + count))
             begin += count
         if begin != len(self.layers):
             raise PlanError(f"the stages have {begin} layers, and the model {len(self.layers)}", "layers")
-        found[0] = found[0].plus(self.first)
-        found[-1] = found[-1].plus(self.last)
-        return found
+        parts[0] = parts[0].plus(self.first)
+        parts[-1] = parts[-1].plus(self.last)
+        return parts
 
     def evenly(self, stages: int) -> tuple[int, ...]:
         """Returns the number of layers of each stage in the most even layer partition."""
@@ -210,13 +210,13 @@ def even(
 
 def _runs(parts: Sequence[Part]) -> list[tuple[Part, int]]:
     """Runs of equal parts with their lengths. A model has few sorts of layers."""
-    found: list[tuple[Part, int]] = []
+    runs: list[tuple[Part, int]] = []
     for part in parts:
-        if found and found[-1][0] == part:
-            found[-1] = part, found[-1][1] + 1
+        if runs and runs[-1][0] == part:
+            runs[-1] = part, runs[-1][1] + 1
         else:
-            found.append((part, 1))
-    return found
+            runs.append((part, 1))
+    return runs
 
 
 # Any number of equal layers, for pipelines whose model is unknown.

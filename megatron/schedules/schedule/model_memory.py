@@ -162,8 +162,8 @@ class ModelMemory:
             "standing": standing if any(standing) else (),
             "of_device": self.of_device,
             "passing": {
-                Kind.B: tuple(each.whole / unit for each in passing),
-                Kind.I: tuple(each.input_grad / unit for each in passing),
+                Kind.B: tuple(stage.whole / unit for stage in passing),
+                Kind.I: tuple(stage.input_grad / unit for stage in passing),
             }
             if passing
             else {},
@@ -180,18 +180,19 @@ class ModelMemory:
         """
         begins, none = accumulate(counts[:-1], initial=0), [0] * len(counts)
         stages = zip(begins, counts, recomputed or none, offloaded or none, strict=True)
-        found = [self._stage(*stage) for stage in stages]
+        memory = [self._stage(*stage) for stage in stages]
         for stage in {0, len(counts) - 1}:
             # Other stages have no mask, or one for all microbatches.
-            found[stage] = found[stage]._replace(forward=found[stage].forward + (self.mask if counts[stage] else 0.0))
+            mask = self.mask if counts[stage] else 0.0
+            memory[stage] = memory[stage]._replace(forward=memory[stage].forward + mask)
         for stage, end in ((0, self.first), (-1, self.last)):
-            one = found[stage]
-            found[stage] = one._replace(
+            one = memory[stage]
+            memory[stage] = one._replace(
                 forward=one.forward + end.kept,
                 weights=one.weights + end.weights,
                 parameters=one.parameters + end.parameters,
             )
-        return found
+        return memory
 
     def by_layer(self, counts: Sequence[int]) -> list[list[float]]:
         """Returns the activations from F to I of each layer of each stage, with Megatron's own recompute."""
@@ -201,10 +202,10 @@ class ModelMemory:
     def passing(self, counts: Sequence[int]) -> list[Passing]:
         """Returns the temporary memory of each stage during its backward passes."""
         begins = accumulate(counts, initial=0)
-        found = [self._known_passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
+        passing = [self._known_passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
         # Activations of the parts after the last layer are freed before that layer is recomputed.
-        found[-1] = found[-1]._replace(whole=max(0.0, found[-1].whole - self.last.kept))
-        return found
+        passing[-1] = passing[-1]._replace(whole=max(0.0, passing[-1].whole - self.last.kept))
+        return passing
 
     @cached_property
     def most_passing(self) -> float:

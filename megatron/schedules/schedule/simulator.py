@@ -274,7 +274,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:
         raise PlanError(f"{schedule.name}: the order cannot finish: {', '.join(stuck[:4])} wait for each other")
-    copies = tuple(tuple(each.copies) for each in channels)
+    copies = tuple(tuple(of_rank.copies) for of_rank in channels)
     return Sweep(tuple(map(tuple, starts)), tuple(map(tuple, ends)), turns, copies)
 
 
@@ -295,7 +295,8 @@ class _Channels:
     def __init__(self, row: Sequence[Pass], lengths: Sequence[float], one_way: bool) -> None:
         self.copies: list[Copy] = []
         self._lengths = dict(zip(row, lengths, strict=True))
-        self._channel = dict.fromkeys(Resource, Resource.TO_HOST) if one_way else {each: each for each in Resource}
+        own_channels = {resource: resource for resource in Resource}
+        self._channel = dict.fromkeys(Resource, Resource.TO_HOST) if one_way else own_channels
         self._free = dict.fromkeys(Resource, 0.0)
         # Copies to the host, by the pass that they wait for: they begin as soon as possible.
         self._at_once = {
@@ -334,6 +335,6 @@ class _Channels:
 
 # Copies from the host that passes of each kind wait for.
 _LOADED_FOR = {
-    kind: [each for need in row.needs for each in need.kinds if KINDS[each].resource is Resource.FROM_HOST]
+    kind: [needed for need in row.needs for needed in need.kinds if KINDS[needed].resource is Resource.FROM_HOST]
     for kind, row in KINDS.items()
 }

@@ -39,11 +39,11 @@ class MicrobatchLoads:
         Raises:
             PlanError: if a microbatch has no tokens.
         """
-        if any(sum(each) <= 0 or min(each) < 0 for each in lengths):
+        if any(sum(sequences) <= 0 or min(sequences) < 0 for sequences in lengths):
             raise PlanError("every microbatch needs sequences of one token or more", "plan_lengths")
-        tokens = tuple(sum(each) / (rows * standard) for each in lengths)
+        tokens = tuple(sum(sequences) / (rows * standard) for sequences in lengths)
         return MicrobatchLoads(
-            tokens, tuple(sum(length * length for length in each) / (rows * standard**2) for each in lengths)
+            tokens, tuple(sum(length * length for length in sequences) / (rows * standard**2) for sequences in lengths)
         )
 
     def in_order(self, order: Sequence[int]) -> MicrobatchLoads:
@@ -148,10 +148,10 @@ class StageCosts:
 
     def _with_wholes(self, times: Mapping[Kind, tuple[float, ...]]) -> Mapping[Kind, tuple[float, ...]]:
         none = (0.0,) * len(self.activation)
-        found = {kind: times.get(kind, none) for kind in KINDS}
+        by_kind = {kind: times.get(kind, none) for kind in KINDS}
         for parts, whole in WHOLES.items():
-            found[whole] = tuple(map(sum, zip(*(found[part] for part in parts), strict=True)))
-        return found
+            by_kind[whole] = tuple(map(sum, zip(*(by_kind[part] for part in parts), strict=True)))
+        return by_kind
 
     def durations_of(self, passes: Iterable[Pass]) -> list[float]:
         """Returns the duration of each of ``passes``."""
@@ -187,17 +187,17 @@ class StageCosts:
     def changes_of(self, row: Sequence[Pass]) -> list[float]:
         """Memory that each pass of a rank allocates or, if negative, frees. F allocates less if an R follows."""
         changes = self.changes
-        found = [changes[kind][stage] for stage, kind, _ in row]
+        row_changes = [changes[kind][stage] for stage, kind, _ in row]
         for saving in SAVING:
             spared = self._sum(KINDS[saving].spares)
             stages = {(stage, m) for stage, kind, m in row if kind is saving} if any(spared) else ()
             if stages:
                 for index, (stage, kind, m) in enumerate(row):
                     if kind is Kind.F and (stage, m) in stages:
-                        found[index] -= spared[stage]
+                        row_changes[index] -= spared[stage]
         if self.loads is not None:
-            found = [self.loads.held(change, m) for change, (_, _, m) in zip(found, row, strict=True)]
-        return found
+            row_changes = [self.loads.held(change, m) for change, (_, _, m) in zip(row_changes, row, strict=True)]
+        return row_changes
 
     def least(self, placement: Placement) -> float:
         """Smallest memory limit with which a schedule runs: that of one microbatch, on the rank that needs most."""
@@ -227,7 +227,7 @@ class StageCosts:
         if not self.standing:
             return [0.0] * placement.ranks
         own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
-        return [max(0.0, each - sum(own) / placement.ranks) for each in own]
+        return [max(0.0, size - sum(own) / placement.ranks) for size in own]
 
     def least_by_rank(self, placement: Placement) -> list[float]:
         """Returns the smallest memory in which one microbatch runs, for each rank."""
@@ -246,7 +246,7 @@ class StageCosts:
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
         passing = self._sum(SAVED)
         stays = self._sum([share for share in SAVED if share not in spared])
-        found = []
+        least = []
         for rank in range(placement.ranks):
             # The output layer's share lasts at least from the last stage's F until its I.
             shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
@@ -255,5 +255,5 @@ class StageCosts:
                 # The peak is at this stage's F or, if its I allocates more than it frees, between I and W.
                 most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
                 held += kept[stage] + stays[stage]
-            found.append(most if self.loads is None else most * max(self.loads.tokens))
-        return found
+            least.append(most if self.loads is None else most * max(self.loads.tokens))
+        return least

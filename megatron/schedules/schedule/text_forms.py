@@ -84,16 +84,16 @@ def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
         raise PlanError(
             f"stages must be numbered from 0 with equally many on each of the {len(order)} ranks, not {sorted(rank_of)}"
         )
-    found = tuple(rank_of[stage] for stage in range(stages))
-    if any(found.count(rank) * len(order) != stages for rank in range(len(order))):
+    by_stage = tuple(rank_of[stage] for stage in range(stages))
+    if any(by_stage.count(rank) * len(order) != stages for rank in range(len(order))):
         raise PlanError(
-            f"every rank must hold equally many stages; the CSV gives {[found.count(r) for r in range(len(order))]}"
+            f"every rank must hold equally many stages; the CSV gives {[by_stage.count(r) for r in range(len(order))]}"
         )
     chunks = stages // len(order)
     for known in (placements.interleaved, placements.zigzag):
-        if known(len(order), chunks).rank_of == found:
+        if known(len(order), chunks).rank_of == by_stage:
             return known(len(order), chunks) if chunks > 1 else placements.sequential(len(order))
-    return Placement("custom", found)
+    return Placement("custom", by_stage)
 
 
 class PlacementForm(Form, frozen=True, kw_only=True):

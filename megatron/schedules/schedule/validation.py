@@ -108,7 +108,7 @@ def _validate_local_order(schedule: Schedule) -> None:
         for work in row:
             stage, kind, m = work
             for kinds in needs[stage, kind]:
-                passes = [(stage, each, m) for each in kinds]
+                passes = [(stage, needed, m) for needed in kinds]
                 if seen.isdisjoint(passes) and not (KINDS[kinds[0]].optional and here.isdisjoint(passes)):
                     raise PlanError(f"{schedule.name}: {work} stands before {Pass(*passes[0])}, which it needs")
             seen.add(work)

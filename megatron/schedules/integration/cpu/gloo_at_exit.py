@@ -35,7 +35,7 @@ def wait_until_idle() -> None:
 
 def _activity() -> dict[str, tuple[object, ...]]:
     """Returns values that change when a gloo thread runs: its context switches and its running time."""
-    found: dict[str, tuple[object, ...]] = {}
+    activity: dict[str, tuple[object, ...]] = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
             lines = (task / "status").read_text().splitlines()
@@ -44,5 +44,5 @@ def _activity() -> dict[str, tuple[object, ...]]:
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         if status["Name"] == _THREADS:
             running = time.monotonic() if status["State"].startswith("R") else None
-            found[task.name] = status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"], running
-    return found
+            activity[task.name] = status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"], running
+    return activity

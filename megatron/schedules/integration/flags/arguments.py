@@ -14,7 +14,7 @@ from megatron.schedules.integration.environment import assumed_gpus
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.layers.model_shape import hybrid_pattern, shape_of
 from megatron.schedules.job import values
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
+from megatron.schedules.job.spec import Batch, JobModel, JobSpec, Settings, StockFlags, StockLayers
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.planner.registry import WRITTEN, check_parts
 from megatron.schedules.utils.errors import PlanError
@@ -57,7 +57,7 @@ def completed(spec: JobSpec, args: Any) -> JobSpec:
         TooEarlyError: the vocabulary size comes from a tokenizer, which Megatron builds.
     """
     shape = shape_of(args)
-    return replace(spec.read(), model=None if shape is None else Model(as_built(args, shape), numbers(args)))
+    return replace(spec.read(), model=None if shape is None else JobModel(as_built(args, shape), numbers(args)))
 
 
 def check_unscheduled(args: Any) -> None:

@@ -156,7 +156,8 @@ def refuse_early(
     """
     args = argparse.Namespace(pipeline_schedule=None)
     try:
-        settings, parser = settings_without_flags(arguments), stock_parser(_Parser(add_help=False, allow_abbrev=False))
+        settings = settings_without_flags(arguments)
+        parser = stock_parser(_RefusingParser(add_help=False, allow_abbrev=False))
         parser.set_defaults(**settings)
         args, others = parser.parse_known_args(argv)
         _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
@@ -202,8 +203,8 @@ class _FlagError(Exception):
     def __init__(self, message: str) -> None:
         text = message.removeprefix("argument ")
         self.flag = text.partition(":")[0]
-        if found := re.fullmatch(r"(\S+): invalid (int|\w+_freq_type) value: (.*)", text):
-            text = f"{self.flag} must be {self._works(found[2])}, not {found[3]}"
+        if match := re.fullmatch(r"(\S+): invalid (int|\w+_freq_type) value: (.*)", text):
+            text = f"{self.flag} must be {self._works(match[2])}, not {match[3]}"
         super().__init__(text)
 
     def _works(self, kind: str) -> str:
@@ -213,6 +214,6 @@ class _FlagError(Exception):
         return f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
 
 
-class _Parser(argparse.ArgumentParser):
+class _RefusingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _FlagError(message)

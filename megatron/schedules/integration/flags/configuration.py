@@ -72,7 +72,7 @@ def _of_fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _refuse_what_comes_too_late(settings: Mapping[str, Any], config: Any) -> None:
-    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader."""
+    """Refuses settings that change how the model is built, which is too late, or read Megatron-LM's data loader."""
     layers = settings.get("pipeline_layers")
     late = {
         "shared_vocabulary": settings.get("pipeline_vocabulary_parallel"),
@@ -109,9 +109,9 @@ def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     words = next(
-        (each for each in modules if hasattr(each, "vocab_size") and hasattr(each, "max_sequence_length")), None
+        (module for module in modules if hasattr(module, "vocab_size") and hasattr(module, "max_sequence_length")), None
     )
-    engine = any(type(each).__module__.startswith("transformer_engine.") for each in modules)
+    engine = any(type(module).__module__.startswith("transformer_engine.") for module in modules)
     layout = config.pipeline_model_parallel_layout
     return {
         "padded_vocab_size": getattr(words, "vocab_size", None),
@@ -137,7 +137,7 @@ def _written(layout: Any) -> str:
 
 
 def _optimizer(chunk: Any) -> dict[str, Any]:
-    """Settings that data parallelism has of the optimizer; of an optimizer that is not distributed without it."""
+    """Optimizer settings in data parallelism's configuration; empty without it."""
     ddp = getattr(chunk, "ddp_config", None)
     if ddp is None:
         return {}

@@ -194,7 +194,7 @@ def settings_without_flags(arguments: Mapping[str, Any] = MappingProxyType({})) 
     Args:
         arguments: arguments of ``install()``, by name.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for action in add_arguments(argparse.ArgumentParser())._actions:
         name = action.dest
         if name in _BY_FLAG_ONLY:
@@ -202,9 +202,9 @@ def settings_without_flags(arguments: Mapping[str, Any] = MappingProxyType({})) 
         argument, variable = arguments.get(name.removeprefix("pipeline_")), name.upper()
         text, is_switch = os.environ.get(variable), action.nargs == 0
         if argument not in (None, False):
-            found[name] = True if is_switch else str(argument)
+            settings[name] = True if is_switch else str(argument)
         elif text and is_switch and text not in _SWITCH:
             refuse(f"${variable} must be 1 or 0, not {text!r}")
         elif text:
-            found[name] = _SWITCH[text] if is_switch else text
-    return found
+            settings[name] = _SWITCH[text] if is_switch else text
+    return settings

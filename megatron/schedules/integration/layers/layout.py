@@ -19,7 +19,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
     through Megatron's configuration unchanged.
 
     Args:
-        placement: where the stages live.
+        placement: rank of each stage.
         layers: decoder layers of each stage, in model order.
         ahead: layers of multi-token prediction, all on the last stage.
     """

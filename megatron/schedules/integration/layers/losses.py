@@ -68,7 +68,7 @@ class ResultRelay:
             self._form = message[0]
         assert self._form is not None
         if self._is_source:
-            packed = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors] or [_empty(0, device)])
+            packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors] or [_empty(0, device)])
         else:
             packed = _empty(sum(self._form.sizes), device)
         dist.broadcast(packed, group_src=self._source, group=self._group)
@@ -84,7 +84,8 @@ def _taken_apart(results: Any, device: torch.device) -> tuple[_Form, list[Tensor
     file = io.BytesIO()
     pickler = _Pickler(file, device)
     pickler.dump(results)
-    return _Form(file.getvalue(), tuple((tuple(each.shape), each.dtype) for each in pickler.tensors)), pickler.tensors
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in pickler.tensors)
+    return _Form(file.getvalue(), shapes), pickler.tensors
 
 
 class _Pickler(pickle.Pickler):

@@ -17,7 +17,7 @@ from megatron.schedules.integration.vocabulary.parts import parts_of
 
 
 def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """Returns the embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
+    """Returns the embedding's weight in the first and in the last chunk of ``model``; None unless both have it."""
     parts = parts_of(model)
     if parts is not None:
         return (parts.embedding.weight, parts.output.weight) if parts.output.tied else None
@@ -33,9 +33,9 @@ def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.
 
 def start_equal(model: Sequence[torch.nn.Module]) -> None:
     """Fills the last chunk's copy, which stock leaves at zero, from the first's."""
-    found = copies(model)
-    if found is not None:
-        first, last = found
+    pair = copies(model)
+    if pair is not None:
+        first, last = pair
         last.data.copy_(first.data)
 
 
@@ -44,9 +44,9 @@ def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
 
     Stock puts shared embeddings in buckets of their own, so each rank's shard of the two copies is the same slice.
     """
-    found = copies(model)
-    if found is not None and found[0].requires_grad:
-        first, last = map(_gradient, found)
+    pair = copies(model)
+    if pair is not None and pair[0].requires_grad:
+        first, last = map(_gradient, pair)
         first.add_(last)
         last.copy_(first)
 

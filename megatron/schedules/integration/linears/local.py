@@ -48,9 +48,9 @@ _Whole: Any = stock.LinearWithGradAccumulationAndAsyncCommunication
 # What stock's Function is given, in order: versions differ. They are the parameters of a linear's forward too.
 _PARAMETERS = tuple(inspect.signature(_Whole.forward).parameters)[1:]
 _DEFAULTS = {
-    each.name: each.default
-    for each in inspect.signature(stock.linear_with_grad_accumulation_and_async_allreduce).parameters.values()
-    if each.default is not each.empty
+    parameter.name: parameter.default
+    for parameter in inspect.signature(stock.linear_with_grad_accumulation_and_async_allreduce).parameters.values()
+    if parameter.default is not parameter.empty
 }
 _INPUT = 1 + _PARAMETERS.index("input")
 

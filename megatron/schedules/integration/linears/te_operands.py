@@ -75,8 +75,8 @@ def keep_columns(operand: Any) -> None:
     Plain tensors do not change.
     """
     if isinstance(operand, (list, tuple)):
-        for each in operand:
-            keep_columns(each)
+        for tensor in operand:
+            keep_columns(tensor)
     elif is_quantized(operand):
         operand.update_usage(rowwise_usage=False, columnwise_usage=True)
 
@@ -105,7 +105,7 @@ def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def out_of_buffers(operand: Any) -> Any:
-    """Returns ``operand`` in memory of its own. A quantized one is changed, and any but these is returned as it is."""
+    """Returns ``operand`` in its own memory. A quantized operand is changed in place; others do not change."""
     if type(operand) is Tensor:
         return operand.clone()
     for name in _GATHERED:

@@ -196,8 +196,8 @@ def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def _whole_cases(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Iterator[tuple[str, bool]]:
     yield "several weights in one", not weights
-    known = [type(each) is torch.nn.Parameter or te_operands.is_primary(each) for each in weights.values()]
-    known += [type(each) is torch.nn.Parameter for each in biases.values()]
+    known = [type(weight) is torch.nn.Parameter or te_operands.is_primary(weight) for weight in weights.values()]
+    known += [type(bias) is torch.nn.Parameter for bias in biases.values()]
     yield "weight or bias of an unknown kind", not all(known)
     yield FROZEN, not all(weight.requires_grad for weight in weights.values())
     yield "weight whose gradient is overwritten", _any_has(weights, "overwrite_main_grad")

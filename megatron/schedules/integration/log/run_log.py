@@ -29,7 +29,7 @@ from megatron.schedules.measure.iteration_summary import (
 )
 from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
 from megatron.schedules.programs.program import Program
-from megatron.schedules.report.first_iteration import Expected, Seen, lines
+from megatron.schedules.report.first_iteration import ExpectedFigures, Seen, lines
 from megatron.schedules.runtime.control_messages import of_all_ranks
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.offload import Offloads
@@ -85,17 +85,17 @@ class Logged(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """Values for writers, by name; memory in GiB."""
-        found = {
+        values = {
             "pipeline/bubble": self.measured.bubble,
             "pipeline/planned-bubble": self.planned.bubble,
             "pipeline/slowest-stage": float(self.measured.slowest.stage),
             "pipeline/slowest-stage-beyond-mean": self.measured.slowest.beyond_mean,
         }
         if self.peak is not None:
-            found["pipeline/peak-activations-gib"] = self.peak / _GIB
+            values["pipeline/peak-activations-gib"] = self.peak / _GIB
         if self.planned_peak is not None:
-            found["pipeline/planned-peak-activations-gib"] = self.planned_peak / _GIB
-        return found
+            values["pipeline/planned-peak-activations-gib"] = self.planned_peak / _GIB
+        return values
 
 
 def _above(share: float) -> str:
@@ -229,5 +229,5 @@ def seen(
 def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
     """Prints the report on the job's first rank. Collective over the pipeline; ranks wait for each other here, once."""
     ranks = of_all_ranks(mine, group)
-    expected = Expected(planner.first.splits, planner.offloaded_bytes, planner.peak_bytes(planner.timeline))
+    expected = ExpectedFigures(planner.first.splits, planner.offloaded_bytes, planner.peak_bytes(planner.timeline))
     print_rank_0("\n".join(f"pipeline schedule: first iteration: {line}" for line in lines(ranks, expected)))

@@ -67,8 +67,8 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def label_logits(logits: Tensor, labels: Tensor, cut: Cut) -> Tensor:
     """Returns each label's logit, (tokens,); minus infinity for entries of other ranks."""
     own, rows = cut.within(labels)
-    found = logits.gather(1, rows.unsqueeze(1)).squeeze(1)
-    return found.masked_fill_(~own, -torch.inf)
+    gathered = logits.gather(1, rows.unsqueeze(1)).squeeze(1)
+    return gathered.masked_fill_(~own, -torch.inf)
 
 
 def exponentials(logits: Tensor, largest: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def look_up(tokens: Tensor, weight: Tensor, cut: Cut, *, deterministic: bool = F
     With ``deterministic`` the backward always adds up in the same order, as stock does under its flag.
     """
     own, rows = cut.within(tokens)
-    found = weight[rows] if deterministic else torch.nn.functional.embedding(rows, weight)
-    return found.masked_fill(~own.unsqueeze(-1), 0.0)
+    embedded = weight[rows] if deterministic else torch.nn.functional.embedding(rows, weight)
+    return embedded.masked_fill(~own.unsqueeze(-1), 0.0)
 
 
 def scales(every: Statistics, own: Tensor) -> Scales:

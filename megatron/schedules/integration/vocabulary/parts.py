@@ -36,7 +36,7 @@ class TokensSeen(BaseException):
         self.tokens = tokens
 
 
-class Part(torch.nn.Module):
+class VocabularyPart(torch.nn.Module):
     """Rows of a table: tensor-parallel rank t has the t-th block as in stock, pipeline rank r the r-th piece of it.
 
     Args:
@@ -78,7 +78,7 @@ class Part(torch.nn.Module):
         return name, False
 
 
-class EmbeddingPart(Part):
+class EmbeddingPart(VocabularyPart):
     """A rank's part of the embedding; replaces stock's on the rank of stage 0.
 
     Args:
@@ -113,7 +113,7 @@ class EmbeddingPart(Part):
         return rows if group.size() == 1 else mappings.reduce_from_tensor_model_parallel_region(rows, group=group)
 
 
-class OutputPart(Part):
+class OutputPart(VocabularyPart):
     """A rank's part of the output layer; replaces stock's on the rank of the last stage, whose forward ends before it.
 
     Args:
@@ -159,20 +159,20 @@ class OutputPart(Part):
         return (name.removesuffix(OUTPUT) + EMBEDDING, True) if self.tied else super()._named(name)
 
 
-class Parts(NamedTuple):
+class VocabularyParts(NamedTuple):
     """A rank's parts of both tables."""
 
     embedding: EmbeddingPart
     output: OutputPart
 
 
-def parts_of(chunks: Sequence[torch.nn.Module]) -> Parts | None:
-    """Returns those in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
+def parts_of(chunks: Sequence[torch.nn.Module]) -> VocabularyParts | None:
+    """Returns the parts in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
     embedding, output = next(_modules(chunks, EmbeddingPart), None), next(_modules(chunks, OutputPart), None)
-    return None if embedding is None or output is None else Parts(embedding, output)
+    return None if embedding is None or output is None else VocabularyParts(embedding, output)
 
 
-def _modules[P: Part](chunks: Sequence[torch.nn.Module], kind: type[P]) -> Iterator[P]:
+def _modules[P: VocabularyPart](chunks: Sequence[torch.nn.Module], kind: type[P]) -> Iterator[P]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, kind))
 
 
@@ -209,8 +209,8 @@ def share_vocabulary(chunks: Sequence[torch.nn.Module], last_stage_rank: int) ->
     embedding = _embedding_table(first) if first.pre_process else None
     output = _output_table(last) if last.post_process else None
     group = parallel_state.get_pipeline_model_parallel_group()
-    found = of_all_ranks((embedding, output), group)
-    embedding_table, output_table = found[0][0], found[last_stage_rank][1]
+    tables = of_all_ranks((embedding, output), group)
+    embedding_table, output_table = tables[0][0], tables[last_stage_rank][1]
     if embedding_table is None or output_table is None:
         raise RuntimeError("--pipeline-vocabulary-parallel needs a language model: an embedding and an output layer")
 

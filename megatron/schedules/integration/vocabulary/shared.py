@@ -57,7 +57,7 @@ class SharedVocabulary:
         exchange: the ranks and tensors of collectives.
         meter: counts activations; None for not counting.
         reported: takes the user's losses, on the last stage's rank.
-        token_count: the number of tokens that count there is added to it.
+        token_count: incremented by the number of tokens that count.
 
     Attributes:
         last_step: the user's forward step as the last stage runs it.
@@ -148,13 +148,13 @@ class SharedVocabulary:
 
         ``total``, the result of SUM, is the gradient of the sum of all tokens' losses.
         """
-        each = self._late.gradient(*self._loss(microbatch))
-        self._weights[microbatch] = each
-        own = self._output.own(_by_token(each)).view(*total.shape[:2], 1)
+        gradient = self._late.gradient(*self._loss(microbatch))
+        self._weights[microbatch] = gradient
+        own = self._output.own(_by_token(gradient)).view(*total.shape[:2], 1)
         return (total * own).to(self._exchange.dtype)
 
     def report_losses(self) -> None:
-        """Reports the losses of all microbatches where no backward does; on the last stage's rank."""
+        """Reports the losses of all microbatches if no backward follows. On the last stage's rank only."""
         for microbatch in sorted(self._losses):
             self._late.report(*self._loss(microbatch))
 
@@ -175,8 +175,8 @@ class SharedVocabulary:
         if self._embeds_trained:
             part, tokens = self._embedding, self._tokens.pop(microbatch)
             with torch.enable_grad():
-                found = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
-            torch.autograd.backward(found, gradient)
+                embedded = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
+            torch.autograd.backward(embedded, gradient)
 
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
         """Returns each token's loss, (microbatch, sequence), and the user's function."""
@@ -193,9 +193,9 @@ class SharedVocabulary:
             known = self._broadcast(tokens, self._exchange.tokens, torch.int64, self._first)
             if self._embeds_trained:
                 self._tokens[microbatch] = known
-            found = arithmetic.look_up(known, weight, cut)
-            dist.reduce(found, group_dst=self._first, group=self._group)
-            return found if first else None
+            embedded = arithmetic.look_up(known, weight, cut)
+            dist.reduce(embedded, group_dst=self._first, group=self._group)
+            return embedded if first else None
 
         return chain
 

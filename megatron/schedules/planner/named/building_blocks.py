@@ -63,8 +63,8 @@ class Block:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of pass in the block."""
-        found = {kind for _, kind in self.offset}
-        return tuple(kind for kind in KINDS if kind in found)
+        kinds = {kind for _, kind in self.offset}
+        return tuple(kind for kind in KINDS if kind in kinds)
 
     def repeat(self, microbatches: int, name: str) -> Schedule:
         """Returns the schedule of ``microbatches`` copies of the block, one per interval."""
