@@ -96,6 +96,11 @@ class Climb:
         return passes
 
     @property
+    def optimal(self) -> bool:
+        """Whether no order can be shorter."""
+        return self.makespan <= self._tasks[3].enough
+
+    @property
     def microbatches(self) -> NDArray[np.int64]:
         """Microbatch at each position in the shortest order."""
         microbatches: NDArray[np.int64] = self._best.microbatches
@@ -107,7 +112,7 @@ class Climb:
         More moves may be drawn than are carried out.
         """
         work, taken, done = compiled.work_for(self._tasks[0]), 0, 0
-        while taken < rounds:
+        while taken < rounds and not self.optimal:
             left, orders = float(rounds - taken), (self._now, self._length, self._best, self.makespan)
             drawn = compiled.records(islice(moves, math.ceil(left / _USUAL_ROUNDS)))
             self._length, self.makespan, *spent = self._climb(*self._tasks, drawn, left, work, *orders)
@@ -124,7 +129,8 @@ class OrderClimb(Climb):
     def __init__(self, problem: Problem, limit: float, order: TaskOrder, seed: int) -> None:
         self.problem, ranks = problem, problem.placement.ranks
         threshold = _THRESHOLD * sum(problem.costs.durations[Kind.F]) / (2 * ranks)
-        super().__init__(problem.both, problem.limits(limit), Rules(threshold, math.inf, _INNER), order, seed)
+        rules = Rules(threshold, math.inf, _INNER, problem.bound(limit) + EPSILON)
+        super().__init__(problem.both, problem.limits(limit), rules, order, seed)
         self._start = partial(problem.settled, order, limit, Policy(lookahead=1))  # keeps the order
         self._random = random.Random(seed)
         scarce = problem.costs.saved and limit < _SCARCE - EPSILON
@@ -204,8 +210,12 @@ def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -
     def run(part: int, climbs: Sequence[OrderClimb]) -> None:
         nonlocal spent
         rounds = max(2.0, (budget - spent) / effort / (len(sizes) - part) / sizes[part])
-        taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in climbs])
-        spent += sum(rounds_run * climb.problem.effort for rounds_run, climb in zip(taken, climbs, strict=True))
+        optimal = {climb.problem for climb in climbs if climb.optimal}
+        left = [climb for climb in climbs if climb.problem not in optimal]
+        taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in left])
+        # A climb that ended early counts as the others: what they get does not depend on it.
+        spent += sum(max(rounds, ran) * climb.problem.effort for ran, climb in zip(taken, left, strict=True))
+        spent += sum(rounds * climb.problem.effort for climb in climbs if climb.problem in optimal)
 
     return halved(fields, sizes, run), spent
 
