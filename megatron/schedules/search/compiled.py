@@ -177,8 +177,9 @@ def work_for(both: Both) -> Work:
     most = 1 + ranks + links  # one event per rank and one per precedence
     events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
-    of_tasks = whole(size), ready, whole(size + ranks), whole(size + ranks), events, left, whole(size)
-    space = Space(*of_tasks, *(np.empty(2 * ranks) for _ in range(4)), *(whole(ranks) for _ in range(5)))
+    of_tasks: tuple[Any, ...] = (whole(size + ranks), whole(size + ranks), events, left, whole(size))
+    of_ranks: tuple[Any, ...] = (*(np.empty(2 * ranks) for _ in range(4)), *(whole(ranks) for _ in range(5)))
+    space = Space(whole(size), ready, *of_tasks, *of_ranks)
     return Work(space, whole(size), whole(size))
 
 

@@ -110,8 +110,9 @@ def space_for(tasks: Instance) -> Space:
     """Returns working memory in lists for rounds of ``tasks``."""
     size, ranks = len(tasks.rank), len(tasks.first) - 1
     nodes = [0] * (size + ranks)
-    of_tasks = [0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)], list(tasks.duration), [0] * size
-    return Space(*of_tasks, *([0.0] * (2 * ranks) for _ in range(4)), *([0] * ranks for _ in range(5)))
+    of_tasks: tuple[Any, ...] = (nodes, nodes[:], [(NEVER, -1)], list(tasks.duration), [0] * size)
+    of_ranks: tuple[Any, ...] = (*([0.0] * (2 * ranks) for _ in range(4)), *([0] * ranks for _ in range(5)))
+    return Space([0] * size, [0.0] * size, *of_tasks, *of_ranks)
 
 
 class Policy(NamedTuple):
