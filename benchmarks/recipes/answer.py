@@ -18,7 +18,7 @@ from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
-from megatron.schedules.planner.layer_partition import levelled
+from megatron.schedules.planner.partition_plans import levelled
 from megatron.schedules.planner.registry import AUTO, placement
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.placement import zigzag

@@ -14,6 +14,7 @@ from megatron.schedules.planner.layer_partition import as_layout, partition_laye
 from megatron.schedules.planner.partition_plans import Partition, microbatches_held, with_layers
 from megatron.schedules.planner.plan_cache import cached_partition
 from megatron.schedules.planner.registry import Request, plan, unchecked_plan
+from megatron.schedules.planner.service import planning_seconds
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -252,3 +253,9 @@ def test_the_plan_that_is_compared_with_even_layers_need_not_be_made_again():
     found = partition_layers(asked("adaptive", 2, 4, 4, 0.0), planned=recorded)
     assert len(planned) > 1
     assert found in planned
+
+
+def test_the_time_that_is_announced_counts_the_search_for_layers():
+    for name in ("adaptive", "auto"):
+        request = Request(name, 4, 8, asked("1f1b", 4, 8, 16).costs, memory_limit=0.75)
+        assert planning_seconds(replace(request, partition=True)) > planning_seconds(request) + 5

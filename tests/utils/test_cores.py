@@ -10,7 +10,8 @@ from megatron.schedules.planner.adaptive import placements
 from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.search.climb import Entry, race
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.search.climb import Entry, OrderClimb, contest, race
 from megatron.schedules.search.problem import Problem
 from megatron.schedules.utils.cores import THREADS_VARIABLE, on_all_cores, threads
 from megatron.schedules.utils.errors import PlanError
@@ -78,3 +79,25 @@ def test_a_race_gets_as_much_as_it_was_given_and_never_loses_to_a_start():
         assert [climb.problem for climb in climbs] == problems
         if rounds >= 30:
             assert spent == pytest.approx(budget, rel=0.5)
+
+
+def test_climbs_that_compete_find_the_same_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch):
+    """The longer one of two placements drops out, with what it has reached."""
+    request = REQUESTS[0]
+    problems = [Problem(placement, 9, request.costs.on(placement)) for placement in placements(request)]
+    passes, found = 400 * problems[0].effort, []
+    for number in ("1", "3"):
+        monkeypatch.setenv(THREADS_VARIABLE, number)
+        shares: list[float] = []
+        climbs = contest([Entry(each, [each.order()] * 4) for each in problems], 3.0, passes, shares.append)
+        assert sum(shares) == pytest.approx(1)
+        assert [climb.problem for climb in climbs] == problems
+        found.append([(climb.makespan, climb.best.tolist()) for climb in climbs])
+    assert found[0] == found[1]
+
+
+def test_a_climb_ends_where_no_order_can_be_shorter():
+    problem = Problem(sequential(1), 4, REQUESTS[0].costs.on(sequential(1)))
+    climb = OrderClimb(problem, 4.0, problem.order(), 0)
+    assert climb.run(10_000, late=False) == 1, "the first order already has no gap"
+    assert climb.makespan == pytest.approx(problem.bound(4.0))

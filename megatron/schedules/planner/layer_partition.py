@@ -17,10 +17,16 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
 from megatron.schedules.planner.adaptive import effort, expected_seconds, limit_in_microbatches, placements
-from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, few_microbatches, with_layers
+from megatron.schedules.planner.partition_plans import (
+    CLEARLY,
+    Partition,
+    Planned,
+    few_microbatches,
+    levelled,
+    with_layers,
+)
 from megatron.schedules.planner.registry import Request, follows_costs, placement, plan, planned_makespan
 from megatron.schedules.schedule.kinds import COMPUTING, Kind
-from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -38,8 +44,11 @@ _FEWEST_PLANS = 24
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
 _FEWEST_ROUNDS, _PASSES, _FINAL_PASSES = 16, 200_000, 1_250_000
 # From a local optimum, so many random moves are made. Each has so many attempts to find a move whose bound is within
-# this factor of the best plan. The full search may also gain this factor over a climb.
-_STEPS, _TRIES, _NEAR = 2, 50, 1.01
+# this factor of the best plan. The full search may also gain this factor over a climb. It tries even layers only if
+# climbs find them longer by at most the last factor.
+_STEPS, _TRIES, _NEAR, _LEVEL = 2, 50, 1.01, 1.002
+# Partitions one layer away from the even one compete for the effort of so many plans. The best then get one each.
+_CONTEST = 6
 # Python time for each stage of a bound, in passes that the compiled function schedules. All bounds may take this many
 # times the effort of all plans.
 _BOUND, _BOUNDS = 60, 4
@@ -58,9 +67,8 @@ def partition_layers(
     """Returns ``request`` with the layer partition of the shortest plan found.
 
     ``adaptive`` gets the placement of that plan, too. The plan is never longer than with even layers. With up to about
-    eight ranks it is never longer than with one layer moved from the even partition. ``adaptive`` makes a full search
-    of even layers only if a climb does not show that they are clearly longer. Partitions with one layer moved are
-    compared by climbs of equal length.
+    eight ranks it is never longer than with one layer moved from the even partition. For ``adaptive`` climbs decide:
+    a full search of even layers is made only where these are about as short.
 
     Args:
         request: the request; its costs have a model.
@@ -83,7 +91,7 @@ def partition_layers(
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.partition, (shortest.placement.chunks,), shortest.schedule)
     if request.schedule == "adaptive":
-        placements = [search.placement for search in _near(searches) if search.even_within(CLEARLY * shortest.makespan)]
+        placements = [search.placement for search in _near(searches) if search.even_within(_LEVEL * shortest.makespan)]
         even = _hopeful(around_one, best, shortest.makespan, placements)
         best = _shortest([replace(each, costs=request.costs) for each in (best, *even)], planned, parts.begin(whole))
     parts.end()
@@ -191,18 +199,6 @@ def as_layout(partition: Partition, ahead: int = 0) -> str:
     return "|".join(stages)
 
 
-def levelled(model: ModelLoads, where: Placement) -> Partition:
-    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
-    ends = [0.0] * where.stages
-    for stage, part in ((0, model.first), (where.last_stage, model.last)):
-        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
-    counts = [0] * where.stages
-    for _ in model.layers:
-        rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
-        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
-    return tuple(counts)
-
-
 @dataclass(frozen=True)
 class _Found:
     partition: Partition
@@ -234,6 +230,8 @@ class _Search:
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
         checked = self._plans_of(request.microbatches) * _FULLY_CHECKED // max(_FULLY_CHECKED, where.ranks)
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, checked))
+        # Number of plans whose effort partitions one layer away from the even one may take.
+        self._beside = _FINALISTS + _CONTEST if self._climbs else self._most_checked
         self._best, self.length = self._even, math.inf
 
     @property
@@ -244,7 +242,7 @@ class _Search:
     @property
     def checks(self) -> float:
         """Largest effort of the final checks, in the same unit."""
-        return (1 + _FINALISTS + self._most_checked) * self._whole.effort
+        return (1 + _FINALISTS + self._beside) * self._whole.effort
 
     @property
     def interpreted(self) -> float:
@@ -316,7 +314,7 @@ class _Search:
         All are planned as requested, or, for ``adaptive``, by longer climbs. Partitions that cannot be shorter than
         ``shortest``, the best of other placements, are left out.
         """
-        whole, share = self._whole, 1 / (1 + _FINALISTS + self._most_checked)
+        whole, share = self._whole, 1 / (1 + _FINALISTS + self._beside)
         microbatches, best, length = self._request.microbatches, self._even, math.inf
         finalists = self._planned.shortest(_FINALISTS)
         # A named schedule may hold as many microbatches as its first plan does.
@@ -330,9 +328,11 @@ class _Search:
             if length > _NEAR * shortest:
                 return _Found(best, self.placement, length, whole.schedule)
         least = min(length, shortest)
-        for bound, other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
-            hopeful = bound < least - EPSILON and not self._planned.clearly_longer(other)
-            if hopeful and (now := whole.makespan(other)) < least - EPSILON:
+        others = [other for _, other in islice(self._shorter(self._even, least, microbatches), self._most_checked)]
+        if self._climbs:
+            others = whole.promising(others, _FINALISTS, _CONTEST, lambda part: progress(part * _CONTEST * share))
+        for other in others:
+            if self._bound(other, microbatches) < least - EPSILON and (now := whole.makespan(other)) < least - EPSILON:
                 best, least, length = other, now, now
             progress(share)
         return _Found(best, self.placement, length, whole.schedule)

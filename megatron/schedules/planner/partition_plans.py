@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
+from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
+from megatron.schedules.utils.progress import Progress
 
 if TYPE_CHECKING:
     from megatron.schedules.search.climb import Trials
@@ -46,7 +50,6 @@ class Planned:
         self._climbs = request.schedule == "adaptive"
         self._known: dict[Partition, float] = {}
         self._most = 0.0  # peak of the first planned partition, microbatches
-        self._trials: Trials | None = None
 
     @property
     def size(self) -> int:
@@ -66,18 +69,33 @@ class Planned:
     @property
     def schedule(self) -> Schedule | None:
         """Shortest schedule that a climb found; None for named schedules."""
-        return self._trials.schedule if self._trials else None
+        return self._trials.schedule if self._climbs else None
 
     def shortest(self, number: int) -> list[Partition]:
         """Returns the ``number`` partitions with the shortest plans, shortest first."""
         return sorted(self._known, key=lambda partition: (self._known[partition], partition))[:number]
 
-    def clearly_longer(self, partition: Partition) -> bool:
-        """Returns True if a climb shows that this partition is not among the best.
+    def promising(
+        self, partitions: Sequence[Partition], number: int, worth: float, progress: Progress
+    ) -> list[Partition]:
+        """Returns at most ``number`` partitions that climbs find best, the best first.
 
-        Always False for named schedules, which need no climb.
+        All climbs compete for the effort of ``worth`` plans. Most of it goes to the best partitions.
         """
-        return self._climbs and self.makespan(partition) > CLEARLY * min(self._known.values())
+        from megatron.schedules.search.climb import contest
+
+        trials, entries = self._trials, {}
+        for partition in partitions:
+            entry = trials.entry(with_layers(self._request, partition).costs_on(self._placement))
+            if entry.starts:
+                entries[partition] = entry
+        if not entries:
+            return []
+        passes = worth * 2 * self._rounds * (self.size + _CALL)
+        climbs = dict(zip(entries, contest(list(entries.values()), self._limit, passes, progress), strict=True))
+        for climb in climbs.values():
+            trials.learn(climb)
+        return sorted(climbs, key=lambda partition: climbs[partition].makespan)[:number]
 
     @property
     def microbatches(self) -> int:
@@ -98,14 +116,28 @@ class Planned:
         self._most = self._most or held
         return timeline.makespan if held <= self._most + EPSILON else math.inf
 
-    def _climbed(self, partition: Partition) -> float:
-        if self._trials is None:
-            from megatron.schedules.search.climb import Trials
+    @cached_property
+    def _trials(self) -> Trials:
+        from megatron.schedules.search.climb import Trials
 
-            self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
+        return Trials(self._placement, self.microbatches, self._limit, self._rounds)
+
+    def _climbed(self, partition: Partition) -> float:
         return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))
 
 
 def with_layers(request: Request, partition: Partition) -> Request:
     """Returns ``request`` with this layer partition settled."""
     return replace(request, decisions=replace(request.decisions, layers=partition), partition=False)
+
+
+def levelled(model: ModelLoads, where: Placement) -> Partition:
+    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
+    ends = [0.0] * where.stages
+    for stage, part in ((0, model.first), (where.last_stage, model.last)):
+        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
+    counts = [0] * where.stages
+    for _ in model.layers:
+        rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
+        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
+    return tuple(counts)

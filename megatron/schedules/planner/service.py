@@ -39,6 +39,8 @@ _ENOUGH = 1.0
 # A schedule by name within this factor of the searched plan may be shorter with a layer partition of its own, which is
 # found much faster.
 _NEAR = 1.05
+# Share of the work of auto that the layer partition of that schedule takes at most.
+_BY_NAME = 0.15
 # Iteration times with a smaller relative difference count as equal.
 _ROUNDING = 1e-9
 # Vocabulary parallelism is tried if ranks idle for at least this share of the time, and ranks x microbatches is at most
@@ -187,6 +189,19 @@ def _settled(asked: Request, progress: Progress) -> Plan:
 
 def _shortest(asked: Request, progress: Progress) -> Plan:
     """Plans ``auto``: returns the searched plan, or a named schedule within the same limit that is shorter."""
+    limit, request = _searched(asked)
+    parts = Parts(progress, 1.0)
+    found = replace(make_plan(request, parts.begin(1 - _BY_NAME)), asked=asked)
+    found = replace(found, request=replace(found.request, memory_limit=limit))
+    with many_plans(math.inf):  # the compiled code is loaded anyway
+        named = tuple(named_within(replace(asked, memory_limit=None)))
+    best = or_named(replace(found, named=named), parts.begin(_BY_NAME))
+    parts.end()
+    return best
+
+
+def _searched(asked: Request) -> tuple[float, Request]:
+    """The memory limit of ``auto``, and its request for ``adaptive``."""
     limit = 1.0 if asked.memory_limit is None else asked.memory_limit
     request = replace(asked, schedule="adaptive", memory_limit=limit)
     request = replace(request, memory_limit=min(limit, max(_enough(request), least_limit(request))))
@@ -194,14 +209,23 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
         fixed, each = (sum(taken for _, taken in _searches(request, seconds)) for seconds in (0.0, 1.0))
         share = max(_LEAST_SECONDS, (_AUTO_SECONDS - fixed) / (1 + each - fixed))
         request = replace(request, search_seconds=min(search_seconds(request), share))
-    found = replace(make_plan(request, progress), asked=asked)
-    found = replace(found, request=replace(found.request, memory_limit=limit))
-    with many_plans(math.inf):  # the compiled code is loaded anyway
-        named = tuple(named_within(replace(asked, memory_limit=None)))
-    return or_named(replace(found, named=named))
+    return limit, request
 
 
-def or_named(found: Plan) -> Plan:
+def planning_seconds(asked: Request) -> float:
+    """Time that :func:`make_plan` is expected to take for ``auto`` or ``adaptive``, in seconds on one core.
+
+    Raises:
+        PlanError: see :func:`make_plan`.
+    """
+    request = _searched(asked)[1] if asked.schedule == AUTO else asked
+    seconds = expected_seconds(request)
+    steps = _searches(replace(request, partition=False), seconds)
+    # A layer partition takes about as long for one placement as for all: most are dropped early.
+    return seconds + sum(each for _, each in steps) + request.partition * (_PARTITION_SECONDS + seconds)
+
+
+def or_named(found: Plan, progress: Progress = unheard) -> Plan:
     """Returns a plan of ``auto``, or the shortest of its named schedules within the same limit if that is shorter.
 
     The layers of that schedule are even, or partitioned for it. One that is a little longer with even layers is
@@ -215,7 +239,7 @@ def or_named(found: Plan) -> Plan:
     best = min(near, key=lambda line: line.makespan)
     plans = [found, by_name(found, best)] if best.makespan < (1 - _ROUNDING) * found.iteration_time else [found]
     if request.partition and request.layers_on(best.schedule.placement) is not None:
-        placed = replace(_settled(_under(request, best), unheard), asked=found.asked, named=found.named)
+        placed = replace(_settled(_under(request, best), progress), asked=found.asked, named=found.named)
         plans += [placed] if request.allows(placed.timeline) else []
     return min(plans, key=lambda plan: plan.iteration_time)
 

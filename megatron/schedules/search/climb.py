@@ -28,6 +28,7 @@ from megatron.schedules.search.list_scheduling import EPSILON, Policy
 from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules, Sizes
 from megatron.schedules.search.problem import Problem, TaskOrder
 from megatron.schedules.utils.cores import on_all_cores
+from megatron.schedules.utils.progress import Progress, unheard
 
 
 class _Mixture(NamedTuple):
@@ -96,6 +97,11 @@ class Climb:
         return passes
 
     @property
+    def optimal(self) -> bool:
+        """Whether no order can be shorter."""
+        return self.makespan <= self._tasks[3].enough
+
+    @property
     def microbatches(self) -> NDArray[np.int64]:
         """Microbatch at each position in the shortest order."""
         microbatches: NDArray[np.int64] = self._best.microbatches
@@ -107,7 +113,7 @@ class Climb:
         More moves may be drawn than are carried out.
         """
         work, taken, done = compiled.work_for(self._tasks[0]), 0, 0
-        while taken < rounds:
+        while taken < rounds and not self.optimal:
             left, orders = float(rounds - taken), (self._now, self._length, self._best, self.makespan)
             drawn = compiled.records(islice(moves, math.ceil(left / _USUAL_ROUNDS)))
             self._length, self.makespan, *spent = self._climb(*self._tasks, drawn, left, work, *orders)
@@ -124,7 +130,8 @@ class OrderClimb(Climb):
     def __init__(self, problem: Problem, limit: float, order: TaskOrder, seed: int) -> None:
         self.problem, ranks = problem, problem.placement.ranks
         threshold = _THRESHOLD * sum(problem.costs.durations[Kind.F]) / (2 * ranks)
-        super().__init__(problem.both, problem.limits(limit), Rules(threshold, math.inf, _INNER), order, seed)
+        rules = Rules(threshold, math.inf, _INNER, problem.bound(limit) + EPSILON)
+        super().__init__(problem.both, problem.limits(limit), rules, order, seed)
         self._start = partial(problem.settled, order, limit, Policy(lookahead=1))  # keeps the order
         self._random = random.Random(seed)
         scarce = problem.costs.saved and limit < _SCARCE - EPSILON
@@ -204,8 +211,12 @@ def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -
     def run(part: int, climbs: Sequence[OrderClimb]) -> None:
         nonlocal spent
         rounds = max(2.0, (budget - spent) / effort / (len(sizes) - part) / sizes[part])
-        taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in climbs])
-        spent += sum(rounds_run * climb.problem.effort for rounds_run, climb in zip(taken, climbs, strict=True))
+        optimal = {climb.problem for climb in climbs if climb.optimal}
+        left = [climb for climb in climbs if climb.problem not in optimal]
+        taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in left])
+        # A climb that ended early counts as the others: what they get does not depend on it.
+        spent += sum(max(rounds, ran) * climb.problem.effort for ran, climb in zip(taken, left, strict=True))
+        spent += sum(rounds * climb.problem.effort for climb in climbs if climb.problem in optimal)
 
     return halved(fields, sizes, run), spent
 
@@ -216,6 +227,33 @@ def _sizes(rounds: float) -> list[int]:
     while parts > 1 and rounds / parts / 2 ** (parts - 1) < _FEWEST_ROUNDS:
         parts -= 1
     return [2**part for part in reversed(range(parts))]
+
+
+def contest(entries: Sequence[Entry], limit: float, passes: float, progress: Progress = unheard) -> list[OrderClimb]:
+    """Runs one race of climbs on all problems. Returns the best climb of each.
+
+    A climb starts from each start of each problem. After each part the longer half of all climbs is dropped, so most of
+    the effort goes to the most promising problems. A problem whose bound is above the shortest makespan gets no more.
+
+    Args:
+        entries: the problems; each has a start.
+        limit: memory limit, microbatches on an average rank. Every start keeps within it.
+        passes: tasks to schedule in total; all parts get equally many.
+        progress: receives the progress of the race.
+    """
+    climbs = [[OrderClimb(each, limit, start, seed) for seed, start in enumerate(starts)] for each, starts in entries]
+    field = [climb for each in climbs for climb in each]
+    sizes = [math.ceil(len(field) / 2**part) for part in range((len(field) - 1).bit_length() + 1)]
+
+    def run(part: int, left: Sequence[OrderClimb]) -> None:
+        rounds = max(2.0, passes / len(sizes) / sum(climb.problem.effort for climb in left))
+        worth = left[0].makespan - EPSILON
+        hopeful = [climb for climb in left if climb.problem.bound(limit) < worth]
+        on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in hopeful])
+        progress(1 / len(sizes))
+
+    halved([field], sizes, run)
+    return [min(each, key=lambda climb: climb.makespan) for each in climbs]
 
 
 class Trials:
@@ -240,17 +278,26 @@ class Trials:
         problem, order = self._best
         return replace(problem.schedule, name="adaptive", order=problem.rows(order))
 
-    def makespan(self, costs: StageCosts) -> float:
-        """Returns the makespan that a climb finds under ``costs``; infinite if nothing fits."""
+    def entry(self, costs: StageCosts) -> Entry:
+        """Returns the problem under ``costs``, with the starts that fit."""
         problem = self._problem and self._problem.under(costs)
         if problem is None:
             problem = self._problem = Problem(self._placement, self._microbatches, costs)
         one_by_one = problem.order()
         best = problem.taken_over(*self._best) if self._best else one_by_one
-        starts = [order for order in (best, one_by_one) if problem.fits(order, self._limit)]
-        if not starts:
-            return math.inf
-        (climb,), _ = race([Entry(problem, starts)], self._limit, self._rounds * len(starts) * problem.effort)
+        return Entry(problem, [order for order in (best, one_by_one) if problem.fits(order, self._limit)])
+
+    def learn(self, climb: OrderClimb) -> None:
+        """Makes the order of ``climb`` the next start if it is the shortest so far."""
         if climb.makespan < self._length:
-            self._best, self._length = (problem, climb.best), climb.makespan
+            self._best, self._length = (climb.problem, climb.best), climb.makespan
+
+    def makespan(self, costs: StageCosts) -> float:
+        """Returns the makespan that a climb finds under ``costs``; infinite if nothing fits."""
+        entry = self.entry(costs)
+        if not entry.starts:
+            return math.inf
+        budget = self._rounds * len(entry.starts) * entry.problem.effort
+        (climb,), _ = race([entry], self._limit, budget)
+        self.learn(climb)
         return climb.makespan

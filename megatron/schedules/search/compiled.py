@@ -98,7 +98,7 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
         known[function.__name__] = numba.njit(calling(function, known))
     ints, floats, whole, number = *arrays(), numba.int64, numba.float64
     sizes, orders = named_tuple(Sizes, ints, *(floats,) * 7), named_tuple(Orders, ints, ints)
-    tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole))
+    tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole, number))
     types: Any = numba.types
     result = types.Tuple((number, number, whole, whole))
     return kept_code(
@@ -148,7 +148,18 @@ def both_type() -> Any:
 def work_type() -> Any:
     """Returns numba's type of :class:`.Work`."""
     ints, floats = arrays()
-    space = named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints), floats, ints)
+    space = named_tuple(
+        Space,
+        ints,
+        floats,
+        ints,
+        ints,
+        named_tuple(Queue, floats, ints, ints),
+        floats,
+        ints,
+        *(floats,) * 4,
+        *(ints,) * 5,
+    )
     return named_tuple(Work, space, ints, ints)
 
 
@@ -166,7 +177,9 @@ def work_for(both: Both) -> Work:
     most = 1 + ranks + links  # one event per rank and one per precedence
     events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
-    space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events, left, whole(size))
+    of_tasks: tuple[Any, ...] = (whole(size + ranks), whole(size + ranks), events, left, whole(size))
+    of_ranks: tuple[Any, ...] = (*(np.empty(2 * ranks) for _ in range(4)), *(whole(ranks) for _ in range(5)))
+    space = Space(whole(size), ready, *of_tasks, *of_ranks)
     return Work(space, whole(size), whole(size))
 
 

@@ -78,6 +78,14 @@ class Space(NamedTuple):
         left: time that each task takes: its duration, or what is left of a W. The caller sets it before a run.
         due: W's of each rank that are due, in the order in which they became due, from ``first`` of the rank on. The
             last W of a stage is ``~task``: nothing of it runs behind messages.
+        held: memory that each rank uses now.
+        free_at: time at which each rank has run its passes so far.
+        wakes: earliest event of each rank.
+        channel_free: time at which each channel has run its copies so far.
+        place_of: position of the next task of each rank.
+        released: number of remaining tasks of each rank that wait for no other one.
+        oldest, turn, newest: for each rank the first W in ``due``, the first of which something may still run behind a
+            message, and the end.
     """
 
     missing: MutableSequence[int]
@@ -87,13 +95,24 @@ class Space(NamedTuple):
     events: Any
     left: MutableSequence[float]
     due: MutableSequence[int]
+    held: MutableSequence[float]
+    free_at: MutableSequence[float]
+    wakes: MutableSequence[float]
+    channel_free: MutableSequence[float]
+    place_of: MutableSequence[int]
+    released: MutableSequence[int]
+    oldest: MutableSequence[int]
+    turn: MutableSequence[int]
+    newest: MutableSequence[int]
 
 
 def space_for(tasks: Instance) -> Space:
     """Returns working memory in lists for rounds of ``tasks``."""
     size, ranks = len(tasks.rank), len(tasks.first) - 1
     nodes = [0] * (size + ranks)
-    return Space([0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)], list(tasks.duration), [0] * size)
+    of_tasks: tuple[Any, ...] = (nodes, nodes[:], [(NEVER, -1)], list(tasks.duration), [0] * size)
+    of_ranks: tuple[Any, ...] = (*([0.0] * (2 * ranks) for _ in range(4)), *([0] * ranks for _ in range(5)))
+    return Space([0] * size, [0.0] * size, *of_tasks, *of_ranks)
 
 
 class Policy(NamedTuple):
@@ -159,12 +178,10 @@ def list_schedule(
     first, rank_of, _, change, filler, steady, channel, copying, opens, waits = tasks[:10]
     after, follower, delay, returns, returned, message, weights, stage = tasks[10:]
     lookahead, defer_fillers, patience, ends_only, noise, seed, just_in_time = policy
-    missing, ready, following, preceding, events, left, due = space
+    missing, ready, following, preceding, events, left, due = space[:7]
+    held, free_at, wakes, channel_free, place_of, released, oldest, turn, newest = space[7:]
     ranks, size = len(first) - 1, len(order)
-    # W's that are due: the oldest, the first of which something may still run behind a message, and the end.
     hides = len(message) > 0
-    oldest = [first[rank] for rank in range(ranks)]
-    turn, newest = oldest[:], oldest[:]
     stages = 0
     if hides:
         for task in range(size):
@@ -174,16 +191,18 @@ def list_schedule(
         for task in range(size):
             inputs[stage[task]] += weights[task] >= 0
     for rank in range(ranks):
-        before = size + rank
+        oldest[rank] = turn[rank] = newest[rank] = place_of[rank] = first[rank]
+        held[rank] = free_at[rank] = wakes[rank] = channel_free[rank] = channel_free[ranks + rank] = 0.0
+        before, open_ones = size + rank, 0
         for place in range(first[rank], first[rank + 1]):
             task = order[place]
             missing[task], ready[task] = waits[task], 0.0
+            open_ones += waits[task] == 0
             following[before], preceding[task] = task, before
             before = task
         following[before], preceding[size + rank] = size + rank, before
+        released[rank] = size if hides else open_ones
         heappush(events, (0.0, rank))
-    held, free_at, channel_free = [0.0] * ranks, [0.0] * ranks, [0.0] * (2 * ranks)
-    place_of = [first[rank] for rank in range(ranks)]
     state = seed
     makespan = 0.0
     while True:
@@ -211,7 +230,7 @@ def list_schedule(
         highest, awaited, spare, chosen, until, spare_until = level, NEVER, -1, -1, -1, -1
         end_node = size + rank
         head = following[end_node]
-        task, looked = head, 0
+        task, looked, unseen = head, 0, released[rank]
         slot = old = -1  # the first W of the remaining order, and the oldest due one, which runs in its place
         if hides and oldest[rank] < newest[rank]:
             old = max(due[oldest[rank]], ~due[oldest[rank]])
@@ -220,11 +239,12 @@ def list_schedule(
                 slot = following[slot]
             if left[old] <= EPSILON and missing[old] == 0:
                 chosen = until = old
-        while chosen < 0 and task != end_node and looked < lookahead:
+        while chosen < 0 and task != end_node and looked < lookahead and unseen > 0:
             runs = task
             if hides and weights[task] == IS_W:
                 runs = old if task == slot else -1
             if runs >= 0 and missing[runs] == 0:
+                unseen -= 1
                 if ready[runs] > soon:
                     if ready[runs] < awaited:
                         awaited = ready[runs]
@@ -263,13 +283,15 @@ def list_schedule(
         if chosen < 0 and spare >= 0 and soon + (1 - patience) * left[spare] <= awaited + 2 * EPSILON:
             chosen, until = spare, spare_until
         if chosen < 0:
+            wakes[rank] = awaited
             if awaited < NEVER:
                 heapreplace(events, (awaited, rank))
             else:
                 heappop(events)
             continue
+        released[rank] -= 1
         end = now + left[chosen]
-        free_at[rank] = end
+        free_at[rank] = wakes[rank] = end
         heapreplace(events, (end, rank))
         if opens[chosen]:  # computing continues; passes that need the copy wait for its end
             end = max(now, channel_free[channel[chosen]]) + copying[chosen]
@@ -325,16 +347,19 @@ def list_schedule(
                     continue
                 wake = now  # the task that it waits for may now run early
             else:
+                released[other] += 1
                 if channel[task] >= 0 and not opens[task]:  # a copy that runs before its position
                     ready[task] = max(ready[task], channel_free[channel[task]]) + copying[task]
                     channel_free[channel[task]] = ready[task]
                 if other == rank:
                     continue
                 wake = ready[task]
-            # A busy rank chooses again when it is free anyway. With noise, one more choice draws one more random
+            # A rank that chooses before that sees the task anyway. With noise, one more choice draws one more random
             # number.
-            if noise > 0 or free_at[other] <= now or free_at[other] < wake:
-                heappush(events, (max(wake, free_at[other]), other))
+            wake = max(wake, free_at[other])
+            if noise > 0 or wake < wakes[other]:
+                wakes[other] = min(wake, wakes[other])
+                heappush(events, (wake, other))
 
 
 def set_left(

@@ -41,11 +41,13 @@ class Rules(NamedTuple):
         threshold: largest increase of the makespan with which the climb continues from a new order.
         far: no more rounds if the makespan of the first one is above the previous one by more than this.
         most: largest number of backward-forward pairs of rounds without noise. They run while they gain.
+        enough: the climb ends with a makespan as short as this.
     """
 
     threshold: float
     far: float
     most: int
+    enough: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -156,7 +158,7 @@ def climb(
     new = Orders(np.empty_like(now.microbatches), np.empty_like(now.passes))
     spent = done = 0
     put(both, sizes, now.microbatches)
-    while spent < rounds and done < len(moves):
+    while spent < rounds and done < len(moves) and shortest > rules.enough:
         move = moves[done]
         done += 1
         new.microbatches[:] = now.microbatches

@@ -16,6 +16,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
+from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import fractions, tasks_of
 
@@ -35,6 +36,7 @@ class Problem:
         self.size = len(self.passes)
         self._rounds = Rounds(tasks, compiled=True)
         self._limits: dict[float, NDArray[np.float64]] = {}  # limits of each rank
+        self._bounds: dict[float, float] = {}
 
     def under(self, costs: StageCosts) -> Problem | None:
         """Returns the same passes under other ``costs``, which is faster than a new problem.
@@ -57,7 +59,7 @@ class Problem:
             for of in (costs.durations_of, costs.changes_of, costs.messages_of)
         )
         messages = messages[: self.size * costs.has_messages]  # none without messages
-        other.costs, other._limits = costs, {}
+        other.costs, other._limits, other._bounds = costs, {}, {}
         other._tasks = replace(self._tasks, change=fractions(changes), message=fractions(messages))
         other._rounds = self._rounds.under(times, changes, messages)
         return other
@@ -136,6 +138,12 @@ class Problem:
         if limit not in self._limits:
             self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
         return self._limits[limit]
+
+    def bound(self, limit: float) -> float:
+        """Makespan that no order within ``limit`` can beat, see :func:`.lower_bound`."""
+        if limit not in self._bounds:
+            self._bounds[limit] = lower_bound(self.placement, self.schedule.microbatches, self.costs, limit)
+        return self._bounds[limit]
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:

@@ -23,10 +23,10 @@ from megatron.schedules.job.checks import check_model, check_replan, validate
 from megatron.schedules.job.measuring import check_folder
 from megatron.schedules.job.plan_job import JobPlan, check_requests, plan_job
 from megatron.schedules.job.spec import JobSpec
-from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
+from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
-from megatron.schedules.planner.service import Plan, make_plan
+from megatron.schedules.planner.service import Plan, make_plan, planning_seconds
 from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable
@@ -124,7 +124,7 @@ def made(request: Request) -> Plan:
     if request.schedule in ("adaptive", AUTO):
         if request.memory_limit is not None:
             limit_in_microbatches(request)  # checked before anything is printed
-        seconds = search_seconds(request)
+        seconds = planning_seconds(request)
         said = f"searches about {seconds:.0f} s, unless {plans_directory()} has the plan" if seconds >= 1 else ""
     else:
         said = f"is planned now, unless {plans_directory()} has the plan" if takes_long(request) else ""
