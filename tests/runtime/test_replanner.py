@@ -102,7 +102,7 @@ class Job:
         self._answers, self._meet = [""] * len(plans), threading.Barrier(len(plans), timeout=HANGS_S)
         self.ran: list[list[Schedule]] = [[] for _ in plans]
 
-    def run(self, requests: dict[int, list[Request]], iterations: int = 4000, late: int = 2) -> list[list[str]]:
+    def run(self, requests: dict[int, list[Request]], iterations: int = 1_000_000, late: int = 2) -> list[list[str]]:
         """What each rank said; at each iteration in ``requests`` they ask for those, and stop once all are answered."""
         threads = [threading.Thread(target=self._rank, args=(r, requests, iterations, r == late)) for r in range(RANKS)]
         for thread in threads:
