@@ -22,6 +22,7 @@ from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, Mod
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.lower_bound import lower_bound
+from megatron.schedules.utils.cores import THREADS_VARIABLE
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress
 
@@ -139,6 +140,14 @@ def test_chunks_are_chosen_with_the_layers():
     found = partition_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
     assert found.decisions.layers is not None
     assert found.chunk_choices == (len(found.decisions.layers) // 2,)
+
+
+def test_layers_do_not_depend_on_the_number_of_threads(monkeypatch):
+    found = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv(THREADS_VARIABLE, threads)
+        found.append(partition_layers(asked("adaptive", 3, 6, 12, chunk_choices=(1, 2, 3))))
+    assert found[0] == found[1]
 
 
 def test_the_layout_is_in_megatrons_letters():

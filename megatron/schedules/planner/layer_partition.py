@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, permutations
 
@@ -32,8 +33,9 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.polish import many_plans
+from megatron.schedules.utils.cores import on_all_cores
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.progress import Parts, Progress, unheard
+from megatron.schedules.utils.progress import Parts, Progress, one_at_a_time, unheard
 
 # Passes of all plans together, about ten seconds, and the overhead of each plan, in passes. A named schedule is planned
 # in many rounds.
@@ -99,16 +101,14 @@ def partition_layers(
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
-    """Searches all placements; those that are clearly longer after the descent are dropped."""
-    parts = sum(search.effort for search in searches)
+    """Searches all placements, side by side; those that are clearly longer after the descent are dropped."""
+    parts, progress = sum(search.effort for search in searches), one_at_a_time(progress)
 
     def hears(search: _Search) -> Progress:
         return lambda share: progress(share * search.effort / parts)
 
-    for search in searches:
-        search.descend(hears(search))
-    for search in _near(searches):
-        search.wander(hears(search))
+    on_all_cores([partial(search.descend, hears(search)) for search in searches])
+    on_all_cores([partial(search.wander, hears(search)) for search in _near(searches)])
 
 
 def _checked(searches: Sequence[_Search], progress: Progress) -> _Found:
@@ -129,7 +129,7 @@ def _near(searches: Sequence[_Search]) -> list[_Search]:
 
 
 def _whole_search(request: Request) -> float:
-    """Effort of the full search of ``adaptive``, in passes, see :attr:`_Search.effort`; 0 for named schedules."""
+    """Effort of the full search of ``adaptive``, as :attr:`_Search.effort`; 0 for named schedules."""
     return effort(request.ranks, expected_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 

@@ -88,7 +88,8 @@ class Climb:
         self._tasks, self._length = (both, limits, sizes, rules), length
         self._now, self._best = (Orders(microbatches.copy(), passes.copy()) for _ in range(2))
         self.seed, self.makespan = seed, length
-        self._climb = compiled.compiled_climb()
+        with compiled.COMPILING:
+            self._climb = compiled.compiled_climb()
 
     @property
     def best(self) -> TaskOrder:

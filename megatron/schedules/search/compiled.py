@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from types import FunctionType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -84,6 +85,8 @@ def _record(made: type[tuple[Any, ...]]) -> Any:
 
 
 _MOVES = _record(Move)
+# Threads that need the compiled climb wait for the one that compiles it.
+COMPILING = Lock()
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 
 Progress = Callable[[float], None]
 """Callback that receives the share of the whole work completed since its last call."""
@@ -10,6 +11,17 @@ Progress = Callable[[float], None]
 
 def unheard(share: float) -> None:
     """Ignores progress."""
+
+
+def one_at_a_time(progress: Progress) -> Progress:
+    """Returns ``progress`` for several threads, which wait for one another."""
+    lock = Lock()
+
+    def hear(share: float) -> None:
+        with lock:
+            progress(share)
+
+    return hear
 
 
 class Parts:
