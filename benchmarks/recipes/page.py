@@ -298,13 +298,14 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
 - *Named*: the first of `v-zb`, `v-half` and `v-min` that fits in {100 * (1 - RESERVED):.0f} % of the GPU, otherwise
   `v-min`. Its stages have the [layers](#flags-of-each-recipe) with which ranks take about equal time
 - *Auto*: the schedule `auto` within the same {100 * (1 - RESERVED):.0f} % and with the same layers, on two chunks of
-  each rank. It may recompute layers in addition to the recipe. Each of its searches took {SEARCH_SECONDS:g} s of a
-  typical core (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`). A job searches much longer, up to 40 s in all,
-  and for layers too
-- *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if it is more than
-  the GPU has; ≈ if a part of the model is [not counted](#not-counted)
-- *Time*: our planned iteration time over stock's, both by the model's arithmetic, with recompute as in the recipe.
-  Above 1 stock's interleaving is better: many chunks, few microbatches
+  each rank. It leaves out the recipe's own recompute where the memory allows that, and may recompute layers itself.
+  Each of its searches took {SEARCH_SECONDS:g} s of a typical core
+  (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`). A job searches much longer, up to 40 s in all, and for
+  layers too
+- *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it; bold if it is more than the GPU has;
+  ≈ if a part of the model is [not counted](#not-counted)
+- *Time*: our planned iteration time over stock's, both by the model's arithmetic; of *named* with the recipe's
+  recompute. Above 1 stock's interleaving is better: many chunks, few microbatches
 """
 _FLAGS = """The named schedule and `auto` use the same layers: `layers="..."` of `install`, or `--pipeline-layers`. The
 third column is what `auto` chose: a named schedule, or an order of its own (`adaptive`). If it is a named one, give its
