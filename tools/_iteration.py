@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron.schedules.cli.options import FLAGS
 from megatron.schedules.estimate.device_memory import RankMemory, model_memory, usable
-from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel
+from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel, with_messages
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Device, Roofline
-from megatron.schedules.estimate.times import ONES, PassTimes, loads, message_shares
+from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plans import model_fields
@@ -111,18 +111,17 @@ class Setting:
         assert build is not None and trained is not None, "the model is known"
         model = loads(build, roofline, build.tokens, self.correction)
         one = len(model.layers) / (2 * self.pipeline)
-        forward, input_grad, weight_grad, _ = (one * time for time in model.mean)
-        waits = (0.0, 0.0)
+        mean = model.mean
+        layers = LayerTimes(one * mean.forward, one * mean.input_grad, one * mean.weight_grad)
         if spec.hides_messages:
-            of_forward, of_input_grad = message_shares(build, roofline, build.tokens)
-            waits = of_forward * forward, of_input_grad * input_grad
+            layers = with_messages(layers, build, roofline)
         # If any message crosses nodes, all are assumed to.
         latency = roofline.message(trained.message_bytes, same_node=self.gpus <= self.device.node)
         copy = 0.0
         if self.method.may_offload:
             memory = model_memory(build, build.tokens, trained.recompute, shared=self.method.shared)
             copy = memory.of_rank(self.pipeline) / 2 / self.device.host_link
-        return Costs(LayerTimes(forward, input_grad, weight_grad, waits), model, Link(latency), HostCopies(copy))
+        return Costs(layers, model, Link(latency), HostCopies(copy))
 
     @cached_property
     def costs(self) -> Costs:

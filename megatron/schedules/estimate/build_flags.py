@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.schedules.estimate.build import Build, Quantized, Shape
 from megatron.schedules.estimate.device_memory import Numbers
-from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
@@ -68,12 +68,6 @@ def _quantized(args: Any) -> Quantized | None:
         output=bool(args.fp8_output_proj) and recipe == "mxfp8",
         primary=bool(args.fp8_param_gather if args.fp8 else args.fp4_param_gather),
     )
-
-
-def trained_model(args: Any, build: Build) -> TrainedModel:
-    """Returns ``build`` as trained with Megatron's ``args``, which need not be validated."""
-    shared = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
-    return TrainedModel(build, shared, stock_recompute(args).kept, stand_in(args))
 
 
 def stand_in(args: Any) -> tuple[bool, bool]:

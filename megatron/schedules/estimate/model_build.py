@@ -11,6 +11,7 @@ from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.estimate.work import LayerWork, layer_work
 from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -70,7 +71,6 @@ def with_model(
     placed: bool = False,
     profile: JobProfile | None = None,
     hides: bool = False,
-    prices: Prices = ANY,
 ) -> Costs:
     """Adds time and memory of each part of ``model``, with Megatron's recompute, to ``costs``.
 
@@ -83,7 +83,6 @@ def with_model(
         profile: measured profile of the model, if there is one.
         hides: true if weight gradients may run behind messages of experts. Their time is computed from the model's
             arithmetic if neither ``costs`` nor a profile has it.
-        prices: prices of the device for that.
     """
     build, (first, last) = model.build, model.stand_in
     numbers = model.numbers if placed else None
@@ -93,8 +92,7 @@ def with_model(
     speed = build.quantized.speed if build.quantized else 1.0
     layers = costs.layers
     if hides and profile is None and not any(layers.messages):
-        forward, input_grad = message_shares(build, prices, build.tokens)
-        layers = replace(layers, messages=(forward * layers.forward, input_grad * layers.input_grad))
+        layers = with_messages(layers, build)
     if profile is None or profile.facts.recompute is None:  # else measured times include it
         share = recomputed_share(model.recompute, work, speed)
         layers = replace(layers, stock_recompute=share, recomputed_layers=model.recompute.layers or None)
@@ -103,13 +101,25 @@ def with_model(
     return replace(costs, layers=layers, model=known, memory=kept)
 
 
+def with_messages(layers: LayerTimes, build: Build, prices: Prices = ANY) -> LayerTimes:
+    """Adds the time in which F and I wait for messages of experts to ``layers``.
+
+    Args:
+        layers: times of F and I.
+        build: the model as built.
+        prices: prices of the device, which say what share of both that is.
+    """
+    forward, input_grad = message_shares(build, prices, build.tokens)
+    return replace(layers, messages=(forward * layers.forward, input_grad * layers.input_grad))
+
+
 def rank_memory(
     model: TrainedModel,
     schedule: Schedule,
     on_stages: StageCosts,
     costs: Costs,
     layers: tuple[int, ...],
-    messages: Sequence[float] | None = None,
+    messages: Sequence[float],
 ) -> tuple[RankMemory, ...]:
     """Memory of each rank of ``schedule``.
 
@@ -118,11 +128,11 @@ def rank_memory(
         schedule, on_stages: the plan and its costs.
         costs: costs that the schedule was planned for, with the model's memory.
         layers: decoder layers of each stage.
-        messages: peak number of messages on each rank; defaults to :data:`MESSAGES`.
+        messages: peak number of messages on each rank.
     """
     assert costs.in_bytes is not None, "the model is known"
     sizes = parameters(model.build).by_stage(layers, schedule.placement.rank_of, costs.model.shared_vocabulary)
-    waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
+    waiting = [model.message_bytes * count for count in messages]
     return memory(schedule, on_stages, costs.in_bytes.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.build_flags import as_built
-from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.work import layer_work, output_layer
 from megatron.schedules.utils.errors import PlanError
@@ -82,12 +81,9 @@ class Model:
         return 3 * (sum(kinds[experts] for experts in self.whole.where) + output_layer(self.whole).flops)
 
 
-def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
-    """Returns how Megatron builds the model of ``args``; with ``shared``, padded for vocabulary parallelism."""
-    words = megatron_flags.padded(args.vocab_size, args)
-    if shared:
-        words = sizes_of(args).divisible(words, args.make_vocab_size_divisible_by)
-    return as_built(args, megatron_flags.shape(args, words))
+def built(args: argparse.Namespace) -> Build:
+    """Returns how Megatron builds the model of ``args``."""
+    return as_built(args, megatron_flags.shape(args, megatron_flags.padded(args.vocab_size, args)))
 
 
 def gpt(name: str, layers: int, heads: int, hidden: int, sequence: int = 1024, vocabulary: int = 32_000) -> Model:

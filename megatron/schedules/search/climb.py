@@ -88,8 +88,7 @@ class Climb:
         self._tasks, self._length = (both, limits, sizes, rules), length
         self._now, self._best = (Orders(microbatches.copy(), passes.copy()) for _ in range(2))
         self.seed, self.makespan = seed, length
-        with compiled.COMPILING:
-            self._climb = compiled.compiled_climb()
+        self._climb = compiled.compiled_climb()
 
     @property
     def best(self) -> TaskOrder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from threading import Lock
 from types import FunctionType
@@ -85,11 +85,21 @@ def _record(made: type[tuple[Any, ...]]) -> Any:
 
 
 _MOVES = _record(Move)
-# Threads that need the compiled climb wait for the one that compiles it.
-COMPILING = Lock()
 
 
-@cache
+def _once[Made](make: Callable[[], Made]) -> Callable[[], Made]:
+    """Returns ``make`` for several threads: the first call makes the result, and all others wait for it."""
+    made, lock = cache(make), Lock()
+
+    @wraps(make)
+    def only() -> Made:
+        with lock:
+            return made()
+
+    return only
+
+
+@_once
 def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     """Compiles :func:`.moves.climb` for arrays. The first call on a machine takes some seconds."""
     import numba
