@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/compatibility.md from test results: which of Megatron's features work under which schedule.
 
-    pytest tests/integration --full-matrix --features-to docs/compatibility.json
+    pytest tests/integration --nightly --features-to docs/compatibility.json
     python -m benchmarks.compatibility_table
 
 ``scripts/run_compatibility.sh`` does both. A test compares the table with the tests that there are.

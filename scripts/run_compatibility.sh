@@ -16,7 +16,7 @@ export PATH=$root/.venv/bin:$PATH
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
-python -m pytest tests/integration tests/examples --full-matrix -m "feature or full_matrix" \
+python -m pytest tests/integration tests/examples --nightly -m "feature or nightly" \
   --features-to docs/compatibility.json "$@"
 status=$?
 python -m benchmarks.compatibility_table || exit 1

@@ -2,7 +2,7 @@
 
     python scripts/run_mutants.py                                       all faults, all tests: hours
     python scripts/run_mutants.py --fault "a V" tests/schedule          faults whose name has these words
-    python scripts/run_mutants.py -- tests/planner -m "not full_matrix"
+    python scripts/run_mutants.py -- tests/planner -m "not nightly"
 
 Other arguments go to pytest. The faults are in tests/mutants/mutants.toml. Ends with 1 if a fault is not noticed.
 """

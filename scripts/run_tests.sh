@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then checks the code and runs the tests. Arguments go to pytest:
+# Sets up what is missing, then checks the code and runs the tests of the day: pure ones and jobs of several ranks.
+# "pure" leaves out the jobs, "night" adds what takes hours. Other arguments go to pytest:
 #
 #     bash scripts/run_tests.sh
+#     bash scripts/run_tests.sh pure
+#     bash scripts/run_tests.sh night
 #     bash scripts/run_tests.sh tests/planner -k adaptive
 set -uo pipefail
 
@@ -47,29 +50,42 @@ report() {
   fi
 }
 
-begun=$SECONDS
-if (($#)); then
-  echo "== pytest"
-  python -m pytest "$@"
-  report pytest "$begun" $?
-else
-  # Jobs of several ranks mostly wait for one another. All other tests run at the same time, and are shown afterwards.
-  others=$(mktemp)
-  trap 'rm -f "$others"' EXIT
+tests() { python -m pytest tests -p no:cacheprovider --durations=10 --durations-min=1 "$@"; }
+
+# in_two <marks> <option>: Jobs of several ranks mostly wait for one another. Pure tests run at the same time, and are
+# shown afterwards.
+in_two() {
+  local pure status
+  pure=$(mktemp)
+  trap 'rm -f "$pure"' EXIT
   trap 'kill 0' INT TERM
-  python -m pytest -p no:cacheprovider tests --ignore=tests/integration >"$others" 2>&1 &
-  echo "== pytest: tests/integration, at the same time as all others"
-  python -m pytest tests/integration
-  report "pytest of tests/integration" "$begun" $?
+  tests -m pure >"$pure" 2>&1 &
+  echo "== pytest -m \"$1\", at the same time as -m pure"
+  tests -m "$@"
+  report "pytest -m \"$1\"" "$begun" $?
   wait $!
   status=$?
-  echo "== pytest: all others"
-  cat "$others"
-  report "pytest of all others" "$begun" "$status"
-fi
+  echo "== pytest -m pure"
+  cat "$pure"
+  report "pytest -m pure" "$begun" "$status"
+}
+
+begun=$SECONDS
+case ${1-} in
+"") in_two job ;;
+night) in_two "job or nightly" --nightly ;;
+pure)
+  tests -m pure
+  report "pytest -m pure" "$begun" $?
+  ;;
+*)
+  python -m pytest "$@"
+  report pytest "$begun" $?
+  ;;
+esac
 
 if ((${#failed[@]})); then
   (IFS=,; echo "== failed: ${failed[*]}" | sed 's/,/, /g')
   exit 1
 fi
-echo "== everything passed"
+echo "== everything passed ($SECONDS s)"

@@ -1,4 +1,4 @@
-"""For every test: how much is run, and a folder of its own for plans and compiled code, not the user's."""
+"""For every test: when it is run, and a folder of its own for plans and compiled code, not the user's."""
 
 from __future__ import annotations
 
@@ -11,22 +11,39 @@ import pytest
 
 from megatron.schedules.utils.private_folder import PLANS_VARIABLE
 
+TIERS = ("pure", "job", "nightly")
+# Fixtures with which a test asks for ranks of Megatron's.
+_RANKS = {"megatron", "te"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full-matrix", action="store_true", help="Every setting under every schedule, not a chosen few.")
+    parser.addoption("--nightly", action="store_true", help="The tests of the night too: every setting, each schedule.")
     parser.addoption("--try-on-cpu", action="store_true", help="The GPU tests alone, with tiny models on the CPU.")
     parser.addoption("--features-to", metavar="FILE", help="Write which test shows which feature, and its outcome.")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is run only when the whole matrix is asked for, and all but GPU tests where these are tried."""
+    """Gives every test one of the tiers as a mark, and leaves out those of the night unless they are asked for.
+
+    Where GPU tests are tried on a CPU, all others are left out.
+    """
     left_out = []
     for item in list(items):
-        matrix = item.get_closest_marker("full_matrix") and not config.getoption("--full-matrix")
-        if matrix or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
+        tier = tier_of(item)
+        item.add_marker(tier)
+        by_night = tier == "nightly" and not config.getoption("--nightly")
+        if by_night or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
             items.remove(item)
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The tier of a test: as its case is marked, else itself, else its file. Whole jobs without a mark run at night."""
+    of_case = item.callspec.marks if hasattr(item, "callspec") else []
+    marked = (mark.name for mark in (*of_case, *item.iter_markers()) if mark.name in TIERS)
+    return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,6 +14,8 @@ import pytest
 from benchmarks import emulated, lengths_section, messages_section, saving, saving_section
 from benchmarks.emulated_section import KEY, claims, section
 
+pytestmark = pytest.mark.nightly
+
 ENGINES = {
     "megatron-core": {"1F1B", "interleaved"},
     "torch": {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV"},

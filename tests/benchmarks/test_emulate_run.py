@@ -16,7 +16,7 @@ from megatron.schedules.utils.errors import PlanError
 REQUEST = Request("v-half", 2, 4, Costs.of(1, 1.25, 0.75))
 
 
-@pytest.mark.full_matrix  # some seconds of starting processes
+@pytest.mark.nightly  # some seconds of starting processes
 def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
     true = slowed(REQUEST, stage=1, factor=2)
     recorded = emulated(REQUEST, true, unit_ms=15)

@@ -82,6 +82,7 @@ def wheel(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
     script = wheel / "train.sh"
     script.write_text(SCRIPT)
@@ -102,6 +103,7 @@ def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
     assert answers[KNOWN] == read(JSON)[KNOWN]
 
 
+@pytest.mark.nightly
 def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
     found = said("--bridge", str(wheel), "--json", str(JSON), "--page", f"{wheel}/page.md", folder=wheel)
     assert found.returncode == 0, found.stderr
@@ -110,6 +112,7 @@ def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
     assert (wheel / "page.md").read_text() == PAGE.read_text()
 
 
+@pytest.mark.nightly
 def test_of_two_settings_that_exclude_each_other_one_is_left_out(wheel: Path):
     script = wheel / "train.sh"
     experts = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall \\\n"
@@ -134,6 +137,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, capsys: pytest.Capt
         assert line in error and error.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_acceptance_is_asked_again_and_plans_stay(wheel: Path):
     known = read(JSON)[KNOWN]
     file = wheel / "a.json"
@@ -143,6 +147,7 @@ def test_acceptance_is_asked_again_and_plans_stay(wheel: Path):
     assert read(file)[KNOWN] == replace(known, microbatches=7)
 
 
+@pytest.mark.nightly
 def test_a_plan_that_recomputes_is_dropped_if_the_rules_have_changed(wheel: Path):
     known = read(JSON)[KNOWN]
     assert known.auto is not None
@@ -167,7 +172,7 @@ def test_the_page_is_written_from_its_results():
     assert len(rows) == len(answers) > 150
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_rows_are_those_of_the_wheel(tmp_path: Path):
     folder = os.environ.get("MEGATRON_BRIDGE")
     if folder is None:

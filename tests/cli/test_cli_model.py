@@ -78,6 +78,7 @@ def test_layers_may_be_placed_for_the_shortest_plan(capsys):
     assert again == auto
 
 
+@pytest.mark.nightly
 def test_auto_chooses_the_layers_unless_the_flag_says_even(capsys, monkeypatch):
     monkeypatch.setenv("MEGATRON_SCHEDULES_SEARCH_SECONDS", "0.1")
     free, even = (
@@ -161,6 +162,7 @@ def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, 
     return found
 
 
+@pytest.mark.nightly
 def test_memory_is_compared_with_a_devices_for_every_schedule(capsys):
     rows = compared(capsys, "--model", "Llama-3-8B", "--device-memory", "84GiB")
     parts = ("weights", "gradients", "optimizer", "activations", "messages")

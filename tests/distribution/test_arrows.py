@@ -43,6 +43,7 @@ def test_the_contracts_are_kept(package: Path) -> None:
     assert "4 kept, 0 broken" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [

@@ -79,6 +79,7 @@ def python(package: Path, program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_schedule_is_a_file_and_a_row(package: Path):
     follow("To add a schedule", package)
     said = python(
@@ -157,6 +158,7 @@ run(programs[0], Stages(), Nobody())
 """
 
 
+@pytest.mark.nightly
 def test_a_kind_of_pass_is_a_row_a_time_a_hue_and_a_handler(package: Path):
     follow("To add a kind of pass", package)
     said = python(package, KIND).splitlines()
@@ -167,6 +169,7 @@ def test_a_kind_of_pass_is_a_row_a_time_a_hue_and_a_handler(package: Path):
     ]
 
 
+@pytest.mark.nightly
 def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
     follow("To follow a feature of Megatron's", package)
     said = python(

@@ -102,6 +102,7 @@ def together(script: str) -> list[str]:
     return [script, *(sourced if folder == "examples/slurm" or script == "scripts/setup.sh" else [])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_no_value_from_the_environment_is_run(checkout: Checkout, script: str) -> None:
     checkout.run("scripts/setup.sh")  # once, so that other scripts find it done

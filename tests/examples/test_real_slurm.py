@@ -19,8 +19,10 @@ import pytest
 from tests.examples import real_slurm
 from tests.examples.tiny_job import ROOT, SLURM, iterations, make_text, model, prepare, prepare_sweep, run, set_all
 
+pytestmark = pytest.mark.nightly
+
 pytestmark = [
-    pytest.mark.full_matrix,
+    pytest.mark.nightly,
     pytest.mark.skipif(bool(real_slurm.missing()), reason=real_slurm.missing()),
 ]
 

@@ -67,6 +67,7 @@ def submit(cluster: Path) -> Submit:
     return sbatch
 
 
+@pytest.mark.nightly
 def test_a_warned_job_saves_is_queued_again_and_goes_on(
     cluster: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_warned_job_saves_is_queued_again_and_goes_on(
         assert sorted(log.parent.name for log in logs) == ["0", "1"]
 
 
+@pytest.mark.nightly
 def test_nodes_meet_in_the_order_of_slurm(cluster: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUS_PER_NODE", "1")
     monkeypatch.setenv("TRAIN_ITERS", "2")
@@ -102,6 +104,7 @@ def test_nodes_meet_in_the_order_of_slurm(cluster: Path, submit: Submit, monkeyp
         assert f"[Rank {node}]" in log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_job_that_fails_for_good_is_not_queued_again(
     cluster: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_job_that_fails_for_good_is_not_queued_again(
     assert output.count("stand-in: job 100 ended with status 1") == output.count("stand-in: job") == 1
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_warned_before_it_saves_tries_three_times(
     cluster: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +133,7 @@ def test_a_job_that_is_warned_before_it_saves_tries_three_times(
     assert "nothing saved since iteration 0: not queued again" in output
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [
@@ -173,6 +178,7 @@ printf '%s\\n' "$GPUS" "${MODEL_FLAGS[@]}" "${PARALLEL_FLAGS[@]}" "${SCHEDULE_FL
 """
 
 
+@pytest.mark.nightly
 def test_every_model_passes_every_check_under_stocks_schedule_and_ours() -> None:
     jobs, expected = [], []
     for model in MODELS:
@@ -193,7 +199,7 @@ def test_every_model_passes_every_check_under_stocks_schedule_and_ours() -> None
     assert re.findall(r"^LAYERS .*", checked.stdout, re.MULTILINE) == expected, checked.stderr[-2000:]
 
 
-@pytest.mark.full_matrix  # its parts are tested below; the whole takes long
+@pytest.mark.nightly  # its parts are tested below; the whole takes long
 def test_a_sweep_runs_its_candidates_and_collects_the_table(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = prepare_sweep(cluster, monkeypatch)
     done = run("bash", SLURM / "sweep.sh", "tiny", "--partition=big")

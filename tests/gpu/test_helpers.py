@@ -45,12 +45,14 @@ def rank_of_two(ending: str) -> str:
     return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {os.environ['MORE']}"
 
 
+@pytest.mark.job
 def test_ranks_give_their_results_in_order_and_keep_their_environment_to_themselves():
     body = partial(rank_of_two, "ends well")
     assert run_ranks(2, body, {"MORE": "x", "RANKS": "2"}, timeout=HANGS_S) == ["0 of 2 x", "1 of 2 x"]
     assert "MORE" not in os.environ
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
@@ -152,6 +154,7 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, env=variables, timeout=500)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("python", "said"),
     [
@@ -177,6 +180,7 @@ def test_a_python_that_lacks_something_is_told(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_gpu_test_is_tried_on_the_cpu_without_what_a_gpu_machine_may_lack(tmp_path: Path) -> None:
     """Real training under torch's profiler, in a Python without numba, click, rich and psutil."""
     for name in ("numba", "click", "rich", "psutil"):
@@ -186,7 +190,8 @@ def test_a_gpu_test_is_tried_on_the_cpu_without_what_a_gpu_machine_may_lack(tmp_
     assert "1 passed, 2 skipped" in tried.stdout and "rank 1: names: " in tried.stdout
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize(("chosen", "passed"), [("fp8", 8), ("userbuffers", 2), ("te_linears", 1)])
 def test_what_needs_transformer_engine_is_tried_on_the_cpu(chosen: str, passed: int) -> None:
     engine = ROOT / ".venv/transformer_engine" / VERSIONS[-1]

@@ -159,14 +159,14 @@ class Case(NamedTuple):
 
 def each_schedule(*usual: str) -> list[ParameterSet]:
     """Parameters of a test: ``usual`` schedules always, the others when the full matrix is asked for."""
-    return [pytest.param(name, marks=() if name in usual else pytest.mark.full_matrix) for name in SCHEDULES]
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.nightly) for name in SCHEDULES]
 
 
 def each_setting(settings: Iterable[str], usual: Mapping[str, Sequence[str]]) -> list[ParameterSet]:
     """Parameters ``setting, schedule`` of a test: every pair, those not ``usual`` when the full matrix is asked for."""
     pairs = []
     for setting, schedule in product(settings, SCHEDULES):
-        rare = () if schedule in usual.get(setting, ()) else (pytest.mark.full_matrix,)
+        rare = () if schedule in usual.get(setting, ()) else (pytest.mark.nightly,)
         pairs.append(pytest.param(setting, schedule, marks=(pytest.mark.feature(setting), *rare)))
     return pairs
 

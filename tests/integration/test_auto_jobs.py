@@ -19,7 +19,14 @@ def _quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_SCHEDULES_SEARCH_SECONDS", "0.1")
 
 
-@pytest.mark.parametrize("limit", [(), ("--pipeline-memory-limit", "0.4")], ids=["no limit", "little memory"])
+@pytest.mark.job
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param((), id="no limit", marks=pytest.mark.nightly),
+        pytest.param(("--pipeline-memory-limit", "0.4"), id="little memory"),
+    ],
+)
 def test_it_trains_to_stocks_losses(train, limit):
     """Seven layers, which no number of stages divides."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--num-layers", "7")
@@ -50,6 +57,7 @@ def test_megatron_is_told_to_leave_its_own_recompute_out(megatron):
     assert re.search(r"\n +recompute_granularity \.+ None\n", printed)
 
 
+@pytest.mark.job
 def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(megatron):
     ((status, whole),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", "2x64GiB"])
     assert status == 0, whole

@@ -54,7 +54,7 @@ def pipeline(size: int, *flags: str) -> tuple[str, ...]:
 
 def case(*values: object, usual: bool) -> object:
     """Values of a test's parameters, left out where all but the usual are."""
-    return pytest.param(*values, marks=() if usual else pytest.mark.full_matrix)
+    return pytest.param(*values, marks=() if usual else pytest.mark.nightly)
 
 
 def assert_the_same(resumed: Result, straight: Result) -> None:
@@ -99,6 +99,7 @@ def test_a_resumed_job_is_the_same_to_the_bit(train, saved, schedule, kind):
     assert_the_same(train.resume(world, *flags, load=folder, iteration=SAVED, tied=tied), straight)
 
 
+@pytest.mark.job
 @pytest.mark.feature("--exit-interval", "v-half")
 def test_exit_at_an_interval_saves_and_the_next_start_goes_on(train, saved, tmp_path):
     flags = pipeline(2, *under("v-half"))
@@ -151,7 +152,7 @@ SIDES = {
 # From, to, with the distributed optimizer, by default.
 CROSSINGS = [
     ("v-half", "1F1B", False, False),
-    ("v-half", "PP1", False, True),
+    ("v-half", "PP1", False, False),
     ("1F1B", "v-half", False, True),
     ("v-half DP2", "interleaved", True, True),
     ("1F1B", "v-half DP2", True, False),
@@ -189,7 +190,7 @@ def crossing(start: str, end: str, distributed: bool, usual: bool) -> object:
     flags = SIDES[ours][1]
     schedule = flags[flags.index("--pipeline-schedule") + 1]
     marks = [pytest.mark.feature("checkpoints crossing to and from stock, other sizes and schedules", schedule)]
-    return pytest.param(start, end, distributed, marks=marks + [pytest.mark.full_matrix] * (not usual))
+    return pytest.param(start, end, distributed, marks=marks + [pytest.mark.nightly] * (not usual))
 
 
 def assert_goes_on(train, saved, start, end, optimizer=(), model=(), tied=False):
@@ -204,6 +205,7 @@ def assert_goes_on(train, saved, start, end, optimizer=(), model=(), tied=False)
     assert len(resumed.losses) == ITERATIONS - SAVED
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("start", "end", "distributed"), [crossing(*how) for how in CROSSINGS])
 def test_a_job_goes_on_under_another_schedule_or_other_sizes(train, saved, start, end, distributed):
     assert_goes_on(train, saved, start, end, RESHARDABLE.split() if distributed else ())
@@ -255,6 +257,7 @@ def test_a_process_without_this_package_goes_on_from_our_checkpoint(saved, megat
     assert losses == tolerances.losses(straight.losses[SAVED:], relative)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "side", [case("1F1B", usual=False), case("interleaved", usual=True), case("v-half", usual=False)]
 )

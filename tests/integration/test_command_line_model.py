@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("flags", "schedule", "ours", "jobs"), CASES.values(), ids=CASES)
 def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     flags: str, schedule: str, ours: str, jobs: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch

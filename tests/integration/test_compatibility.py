@@ -64,7 +64,7 @@ def assert_agree(ours: Result, stock: Result, case: Case) -> None:
             torch.testing.assert_close(found[key], value, atol=0, rtol=0, equal_nan=True, msg=str(key))
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=str(c), marks=pytest.mark.feature(c.features[-1], c.schedule)) for c in alone()]
 )
@@ -77,9 +77,10 @@ def _pairs() -> list[tuple[Case, bool]]:
     return [(case, case.world > 4 or at % 2 == 1) for at, case in enumerate(together())]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=str(case), marks=[pytest.mark.full_matrix] * rare) for case, rare in _pairs()],
+    [pytest.param(case, id=str(case), marks=[pytest.mark.nightly] * rare) for case, rare in _pairs()],
 )
 def test_together(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case, "--global-batch-size", "4", "--train-iters", "2"), case)

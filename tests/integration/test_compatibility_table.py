@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.compatibility_table import written
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 def test_the_table_is_of_the_tests_there_are(tmp_path: Path) -> None:
     collected = tmp_path / "features.json"
     command = [
@@ -20,7 +23,7 @@ def test_the_table_is_of_the_tests_there_are(tmp_path: Path) -> None:
         "pytest",
         "--collect-only",
         "-q",
-        "--full-matrix",
+        "--nightly",
         "-m",
         "feature",
         "--features-to",

@@ -80,10 +80,11 @@ def stock(megatron: Any) -> Callable[..., list[list[Done]]]:
 
 
 def _some(schedules: Any, default: Sequence[str]) -> list[Any]:
-    marks = {name: () if name in default else pytest.mark.full_matrix for name in schedules}
+    marks = {name: () if name in default else pytest.mark.nightly for name in schedules}
     return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("schedule", _some(ONE_CHUNK, ("zb-1p", "adaptive")))
 def test_one_chunk_schedules_train_any_loop_alike(megatron: Any, stock: Any, schedule: str) -> None:
     ours = megatron("core_loop", {PIPELINE: 2}, ONE_CHUNK[schedule], CALLS)
@@ -118,6 +119,7 @@ def test_zb_1p_trains_alike_with(megatron: Any, setting: str) -> None:
     check_passes(ours, splits=True)
 
 
+@pytest.mark.job
 def test_linears_of_transformer_engine_are_split_in_any_loop(te: Any) -> None:
     sizes = {PIPELINE: 2}
     ours = te("core_loop", sizes, ONE_CHUNK["zb-1p"], CALLS, engine=True)
@@ -163,6 +165,7 @@ SEVERAL_CHUNKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("schedule", _some(SEVERAL_CHUNKS, ("v-half", "auto")))
 def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any, stock: Any, schedule: str) -> None:
     ours = megatron("core_loop", {PIPELINE: 2, CHUNKS: 2}, SEVERAL_CHUNKS[schedule], CALLS)
@@ -204,7 +207,7 @@ print("megatron-core", megatron.core.__version__)
 """
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", ["0.17", "0.18"])
 def test_loops_on_earlier_versions_of_megatron_core_train_alike(tmp_path: Path, version: str) -> None:
     wanted = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", f"megatron-core=={version}.*"]

@@ -18,6 +18,7 @@ APART = "documents kept apart (--reset-attention-mask)"
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("setting", "schedule"), each_setting([APART], {APART: ("v-half",)}))
 def test_documents_stay_apart_on_every_stage(train, setting, schedule):
     """Stock keeps them apart on two ranks of one stage each, both of which read data."""
@@ -57,7 +58,7 @@ def test_a_resumed_job_reads_on_where_the_other_stopped_on_every_stage(train, tm
     ("schedule", "world", "flags"),
     [
         ("v-half", 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-        pytest.param("adaptive", 2, (), marks=pytest.mark.full_matrix),
+        pytest.param("adaptive", 2, (), marks=pytest.mark.nightly),
     ],
 )
 def test_a_script_that_asks_megatron_where_to_read_reads_on_every_stage(train, schedule, world, flags):
@@ -99,6 +100,7 @@ def test_any_loop_passes_its_masks_on_every_stage(megatron, passed, everywhere, 
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("passed", "options", "name"), [("documents", {}, "attention_mask"), ("padding", EXPERTS, "padding_mask")]
 )

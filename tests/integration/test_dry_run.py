@@ -61,12 +61,14 @@ def test_layers_of_a_hybrid_model_are_told_and_its_memory_is_not(megatron):
     assert "--pipeline-dry-run with the memory of a GPU does not work with --hybrid-layer-pattern so far" in text
 
 
+@pytest.mark.job
 def test_of_a_launchers_processes_the_first_speaks(megatron):
     status, text = said(megatron, "--pipeline-dry-run", world=4)
     assert status == 0
     assert "4 GPUs (from $WORLD_SIZE), parallel: pipeline 2, data 2" in text
 
 
+@pytest.mark.job
 def test_what_the_job_would_be_refused_for_is_refused_by_the_first(megatron):
     status, text = said(megatron, "--pipeline-dry-run", "3", world=2)
     assert status == 2
@@ -91,7 +93,7 @@ def test_where_it_does_not_fit_a_status_and_what_would_help(megatron):
     assert max(together(text)) == pytest.approx(float(rest.split()[0]), abs=0.01)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_the_limit_of_an_adaptive_plan_is_seen_in_bytes(megatron):
     adaptive = "--pipeline-schedule adaptive --pipeline-dry-run 2 --pipeline-memory-limit"
     less, more = (together(said(megatron, *adaptive.split(), limit)[1]) for limit in ("0.8", "1.2"))

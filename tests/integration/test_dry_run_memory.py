@@ -92,10 +92,11 @@ IN_FULL = {
 
 
 def cases() -> list[Any]:
-    full = [pytest.param(*case, id=name, marks=pytest.mark.full_matrix) for name, case in IN_FULL.items()]
+    full = [pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in IN_FULL.items()]
     return [pytest.param(*case, id=name) for name, case in BY_DEFAULT.items()] + full
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("schedule", "replicas", "flags"), cases())
 def test_a_rank_holds_what_a_dry_run_says(megatron, schedule: str, replicas: int, flags: str):
     """Weights, gradients and optimizer to the byte, activations within a tenth."""
@@ -119,7 +120,7 @@ KERNEL_BY_DEFAULT = ("rotary, gated, RMS norm",)
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(flags, id=name, marks=() if name in KERNEL_BY_DEFAULT else pytest.mark.full_matrix)
+        pytest.param(flags, id=name, marks=() if name in KERNEL_BY_DEFAULT else pytest.mark.nightly)
         for name, flags in ONE_KERNEL.items()
     ],
 )
@@ -132,7 +133,7 @@ def test_attention_in_one_kernel_keeps_no_scores(megatron, flags: str):
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
 
 
-@pytest.mark.parametrize("schedule", ["v-min", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("schedule", ["v-min", pytest.param("zb-1p", marks=pytest.mark.nightly)])
 def test_so_it_is_on_four_ranks(megatron, schedule: str):
     flags = [*SIZE, "--global-batch-size", "8", "--pipeline-model-parallel-size", "4", "--pipeline-schedule", schedule]
     ranks, said = megatron("held_and_estimated", 4, [*MODEL, *UNTIED, *flags])
@@ -156,10 +157,10 @@ MLA = f"""{MODERN} --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 -
     --v-head-dim 32"""
 TE_BY_DEFAULT = {
     "tensorwise": ("v-half", 1, "9.0", f"{MODERN} {FP8} tensorwise"),
-    "delayed, sequence parallel": ("zb-1p", 2, "9.0", f"{MODERN} {FP8} delayed {SEQUENCE}"),
-    "mxfp8, experts": ("zb-1p", 1, "10.0", f"{TE_FP8_MOE} {FP8} mxfp8"),
 }
 TE_IN_FULL = {
+    "delayed, sequence parallel": ("zb-1p", 2, "9.0", f"{MODERN} {FP8} delayed {SEQUENCE}"),
+    "mxfp8, experts": ("zb-1p", 1, "10.0", f"{TE_FP8_MOE} {FP8} mxfp8"),
     "bf16": ("v-half", 1, "8.0", MODERN),
     "bf16, sequence parallel": ("zb-1p", 2, "8.0", f"{MODERN} {SEQUENCE}"),
     "bf16, experts": ("zb-1p", 1, "8.0", TE_MOE),
@@ -205,10 +206,11 @@ _COPIES_ERROR = 1e-3
 
 
 def te_cases() -> list[Any]:
-    full = [pytest.param(*case, id=name, marks=pytest.mark.full_matrix) for name, case in TE_IN_FULL.items()]
+    full = [pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in TE_IN_FULL.items()]
     return [pytest.param(*case, id=name) for name, case in TE_BY_DEFAULT.items()] + full
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("schedule", "replicas", "capability", "flags"), te_cases())
 def test_in_fp8_too(te, monkeypatch, schedule: str, replicas: int, capability: str, flags: str):
     """Weights with their quantized copies within a thousandth, which is scales; activations within 5 %."""
@@ -234,7 +236,7 @@ LIMITED_BY_DEFAULT = ("layers alone", "selective recompute")
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        pytest.param(*case, id=name, marks=() if name in LIMITED_BY_DEFAULT else pytest.mark.full_matrix)
+        pytest.param(*case, id=name, marks=() if name in LIMITED_BY_DEFAULT else pytest.mark.nightly)
         for name, case in LIMITED.items()
     ],
 )

@@ -30,7 +30,7 @@ JOB = f"""
         pytest.param(
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             True,
-            marks=pytest.mark.full_matrix,
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["selected layers", "recomputed layers"],

@@ -17,6 +17,7 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
 from tests.integration.dry_runs import job_of, short_searches
+from tests.tiers import by_night, some_by_night
 
 LLAMA = """--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
     --group-query-attention --num-query-groups 8 --disable-bias-linear --normalization RMSNorm --seq-length 4096
@@ -31,7 +32,7 @@ RANKS = (2, 4)
 LIMITS = ("0.7", "20GiB")
 MICROBATCHES = 8
 SETTINGS = [
-    pytest.param(*setting, marks=pytest.mark.full_matrix if setting[1] == 2 else ())
+    pytest.param(*setting, marks=pytest.mark.nightly if setting[1] == 2 else ())
     for setting in product(MODELS, RANKS, LIMITS, ("auto", "adaptive"))
 ]
 
@@ -45,7 +46,10 @@ def in_a_job(model: str, ranks: int, limit: str, schedule: str, *more: str) -> J
     return job_of(args)
 
 
-@pytest.mark.parametrize(("model", "ranks", "limit", "schedule"), SETTINGS)
+@pytest.mark.parametrize(
+    ("model", "ranks", "limit", "schedule"),
+    some_by_night(SETTINGS, lambda model, *others: model == "selective recompute"),
+)
 def test_all_front_doors_make_one_plan(
     model: str, ranks: int, limit: str, schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +102,7 @@ def test_a_comparison_and_a_dry_run_give_one_verdict(
     assert rows["auto"]["fits"] or not any(row["fits"] for row in rows.values())
 
 
-@pytest.mark.parametrize("model", ["full recompute", "selective recompute"])
+@pytest.mark.parametrize("model", ["full recompute", by_night("selective recompute")])
 def test_auto_recomputes_only_what_the_memory_needs(model: str) -> None:
     """Megatron's own recompute in the flags says that memory was short, which the plan judges anew."""
     with short_searches():

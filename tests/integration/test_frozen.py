@@ -13,8 +13,9 @@ JOB = "--train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2".s
 JOB += "--dist-ckpt-strictness ignore_all --lr 1e-2".split()
 
 
+@pytest.mark.job
 @pytest.mark.feature("LoRA: frozen model, low-rank adapters")
-@pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
+@pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_low_rank_adapters(train: Training, schedule: str) -> None:
     """The first stage's input needs no gradient, since the embedding is frozen too."""
     ours, stock = (train(4, *JOB, *flags, adapters=True) for flags in (under(schedule), ()))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from megatron.schedules.integration.cpu import gloo_at_exit
 from megatron.schedules.integration.cpu.gloo_at_exit import wait_until_idle
 from tests.waiting import HANGS_S
@@ -70,6 +72,7 @@ def test_it_gives_up_on_a_thread_that_never_rests(monkeypatch):
     assert next(clock) < 100
 
 
+@pytest.mark.nightly
 def test_a_process_that_just_ended_its_collectives_ends_well():
     done = subprocess.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr

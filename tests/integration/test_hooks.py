@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.job
 def test_every_replaced_name_exists_with_a_reason_and_is_replaced_once(megatron):
     for name, why, replaced, deep in megatron("hooks"):
         assert why, name
@@ -10,9 +13,11 @@ def test_every_replaced_name_exists_with_a_reason_and_is_replaced_once(megatron)
         assert not deep, f"{name} is replaced twice over after a second install"
 
 
+@pytest.mark.job
 def test_without_the_flag_the_schedule_is_stocks_own(megatron):
     assert megatron("schedule_module") == "megatron.core.pipeline_parallel.schedules"
 
 
+@pytest.mark.job
 def test_a_job_begins_from_the_wheel_which_has_its_helpers_compiled_and_no_makefile(megatron):
     assert megatron("compiles_helpers") == [False, True]

@@ -23,8 +23,9 @@ def hybrid(pattern: str) -> tuple[str, ...]:
     return (*MODEL.split(), "--hybrid-layer-pattern", pattern)
 
 
+@pytest.mark.job
 @pytest.mark.feature("hybrid models")
-@pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
+@pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training, schedule: str) -> None:
     """Stock runs its 1F1B, or interleaves the same segments round the ranks."""
     model = hybrid(PATTERNS[CHUNKS.get(schedule, 2)])
@@ -36,8 +37,8 @@ def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training,
     ("schedule", "layers"),
     [
         ("v-half", ""),
-        pytest.param("v-half", "2,0,5,5", marks=pytest.mark.full_matrix),
-        pytest.param("zb-1p", "4,8", marks=pytest.mark.full_matrix),
+        pytest.param("v-half", "2,0,5,5", marks=pytest.mark.nightly),
+        pytest.param("zb-1p", "4,8", marks=pytest.mark.nightly),
     ],
 )
 def test_a_pattern_without_segments_is_divided_as_other_layers_are(

@@ -60,6 +60,7 @@ def of_the_pipeline(scalars: Scalars) -> Scalars:
     return {name: scalars.pop(name) for name in list(scalars) if name.startswith("pipeline/")}
 
 
+@pytest.mark.nightly
 @pytest.mark.feature("--log-*, TensorBoard, Weights & Biases")
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_the_same_is_logged(train: Training, tmp_path: Path, schedule: str) -> None:

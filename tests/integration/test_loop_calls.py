@@ -16,6 +16,7 @@ def stock(megatron: Any) -> Any:
     return megatron("called", None, 1)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-1p", 1), ("v-half", 2)])
 def test_results_and_gradients_of_each_loops_call_are_stocks(
     megatron: Any, stock: Any, schedule: str, chunks: int
@@ -30,6 +31,7 @@ def test_results_and_gradients_of_each_loops_call_are_stocks(
         assert all(rank[at].passes["F"] == 5 * chunks for rank in ours) and not stock[-1][at].passes, name
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("module", "name"),
     [("utils", "is_pp_last_stage"), ("schedules", "forward_backward_pipelining_without_interleaving")],

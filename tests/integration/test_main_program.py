@@ -41,6 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "code_text_document"
 
 
+@pytest.mark.nightly
 def test_real_text_trains_under_v_half_on_four_ranks(text: Path) -> None:
     flags = [flag for flag in [*MODEL, *UNTIED] if flag != "--mock-data"]
     flags += [
@@ -101,6 +102,7 @@ pretrain(pretrain_cfg_container_from_args(args, None), gpt.datasets_provider, Mo
 '''
 
 
+@pytest.mark.nightly
 def test_another_script_needs_one_import_and_one_call(tmp_path: Path) -> None:
     script = tmp_path / "their_script.py"
     script.write_text(SCRIPT)
@@ -110,6 +112,7 @@ def test_another_script_needs_one_import_and_one_call(tmp_path: Path) -> None:
     assert len(losses(output)) == 2
 
 
+@pytest.mark.nightly
 def test_where_there_is_no_gpu_a_script_is_told_what_to_call(tmp_path: Path) -> None:
     script = tmp_path / "their_script.py"
     script.write_text(
@@ -129,6 +132,7 @@ def test_where_there_is_no_gpu_a_script_is_told_what_to_call(tmp_path: Path) -> 
     assert "call megatron.schedules.without_gpu() before Megatron is imported (docs/getting-started.md" in said
 
 
+@pytest.mark.job
 def test_a_rank_killed_in_an_iteration_ends_the_job_with_a_message() -> None:
     run = start(2, ROOT / "pretrain_gpt.py", [*MODEL, *UNTIED, "--train-iters", "100000"])
     assert run.stdout is not None

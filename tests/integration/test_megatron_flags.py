@@ -27,6 +27,7 @@ BYTES = "--vocab-size 257 --make-vocab-size-divisible-by 1".split()
 NOT_LOCAL = "--transformer-impl --no-gradient-accumulation-fusion"
 
 
+@pytest.mark.job
 def test_every_flag_of_megatron_has_one_line(megatron: Megatron) -> None:
     """Flags that the parser takes for the same are one."""
     parser = megatron("stock_flags")
@@ -116,7 +117,7 @@ def _without(flags: list[str], left_out: list[str]) -> list[str]:
     return kept
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("group", "name"), _cases("tried"))
 def test_a_flag_changes_nothing_else(
     request: pytest.FixtureRequest,
@@ -157,7 +158,7 @@ def test_a_flag_changes_nothing_else(
     assert not (found := wrong([line for line in group.lines if group.together or line.flag == name])), found
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("group", "name"), _cases("refused"))
 def test_a_flag_is_refused_in_one_line(
     request: pytest.FixtureRequest, flags_in: Callable[[Group, list[str]], list[str]], group: Group, name: str

@@ -28,7 +28,8 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", ["recompute", pytest.param("both", marks=pytest.mark.full_matrix), "offload"])
+@pytest.mark.job
+@pytest.mark.parametrize("how", ["recompute", pytest.param("both", marks=pytest.mark.nightly), "offload"])
 def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
     stock = train.stock(4, *JOB)
@@ -36,7 +37,7 @@ def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("how", ["recompute", pytest.param("offload", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("how", ["recompute", pytest.param("offload", marks=pytest.mark.nightly)])
 def test_the_first_lines_say_what_is_recomputed_or_offloaded(megatron, how):
     from tests.integration.test_refusals import JOB as ONE
     from tests.integration.test_refusals import PP4

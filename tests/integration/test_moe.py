@@ -50,10 +50,7 @@ SETTINGS = {
     "expert bias, multi-latent attention, shared expert": (4, f"{SHARED} {BIAS} {MLA}", EP2),
 }
 USUAL = {
-    "expert parallel 2, allgather, z-loss, loss per token": ("zb-1p",),
     "expert parallel 2, shared expert, distributed optimizer, overlapped": ("v-half",),
-    "experts in every second layer": ("v-zb",),
-    "expert bias, multi-latent attention, shared expert": ("adaptive",),
 }
 
 
@@ -78,8 +75,6 @@ HIDING = {
 SPLITTING = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "late")
 HIDING_USUAL = {
     ("expert parallel 2, hidden messages", "v-half"),
-    ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "late"),
-    ("expert parallel 2, full recompute, hidden messages", "late"),
     ("expert parallel 2, DeepEP, hidden messages", "late"),
 }
 # Those that the page on compatibility names.
@@ -89,6 +84,7 @@ HIDING_SHOWN = {
 }
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
 def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> None:
     """To the bit, weights after two steps too; a distributed optimizer leaves no whole gradients to compare."""
@@ -98,9 +94,10 @@ def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> N
 
 def _marks(setting: str, schedule: str) -> list[pytest.MarkDecorator]:
     shown = [pytest.mark.feature("hidden messages of experts")] * ((setting, schedule) in HIDING_SHOWN)
-    return shown + [pytest.mark.full_matrix] * ((setting, schedule) not in HIDING_USUAL)
+    return shown + [pytest.mark.nightly] * ((setting, schedule) not in HIDING_USUAL)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("setting", "schedule"), [pytest.param(*case, marks=_marks(*case)) for case in product(HIDING, SPLITTING)]
 )
@@ -113,10 +110,10 @@ def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setti
     ("model", "flags", "schedule"),
     [
         (EXPERTS, EP2, "late"),
-        pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix),
-        pytest.param(GATHERED, EP2, "late", marks=pytest.mark.full_matrix),
-        pytest.param(EXPERTS, f"{EP2} {DEEP_EP}", "late", marks=pytest.mark.full_matrix),
-        pytest.param(EXPERTS, f"{EP2} {HYBRID_EP}", "late", marks=pytest.mark.full_matrix),
+        pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.nightly),
+        pytest.param(GATHERED, EP2, "late", marks=pytest.mark.nightly),
+        pytest.param(EXPERTS, f"{EP2} {DEEP_EP}", "late", marks=pytest.mark.nightly),
+        pytest.param(EXPERTS, f"{EP2} {HYBRID_EP}", "late", marks=pytest.mark.nightly),
     ],
 )
 def test_weight_gradients_run_behind_messages_once_and_in_order(
@@ -139,7 +136,7 @@ def test_weight_gradients_run_behind_messages_once_and_in_order(
         assert sorted(ours.added.values()) == sorted(without.added.values())
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_as_many_run_behind_messages_as_the_plan_says(megatron: Megatron, tmp_path: Path) -> None:
     """By the costs given here messages take no time, although this job's take longer than its weight gradients."""
     asked = under(_asked("late", tmp_path, EP2))

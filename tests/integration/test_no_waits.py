@@ -51,7 +51,7 @@ def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule:
 
 @pytest.mark.parametrize(
     "dispatcher",
-    [EXPERTS, *(pytest.param(each, marks=pytest.mark.full_matrix) for each in (GATHERED, f"{EXPERTS} {DEEP_EP}"))],
+    [EXPERTS, *(pytest.param(each, marks=pytest.mark.nightly) for each in (GATHERED, f"{EXPERTS} {DEEP_EP}"))],
 )
 def test_hiding_messages_of_experts_adds_no_wait(megatron: Megatron, dispatcher: str) -> None:
     """Dispatchers of stock's wait for numbers of tokens."""

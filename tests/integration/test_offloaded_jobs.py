@@ -63,10 +63,11 @@ def as_file(path: Path, schedule: Schedule, distances: Distances | None = here_a
     return "--pipeline-model-parallel-size", str(schedule.ranks), "--pipeline-schedule", str(path)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("setting", "schedule"),
     [
-        pytest.param(*case, marks=() if case in USUAL else pytest.mark.full_matrix)
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly)
         for case in product(SETTINGS, ("zb-1p", "v-half", "1f1b"))
     ],
 )
@@ -88,7 +89,7 @@ def test_gradients_are_those_of_a_run_in_which_all_stays(train, tmp_path, settin
     assert differing(*found) == []
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_stocks_own_1f1b_has_the_same_gradients(train, tmp_path):
     job = (*JOB, "--pipeline-model-parallel-size", "2")
     ours = train(2, *job, *as_file(tmp_path / "v.csv", plan(Request("v-half", 2, 6))))
@@ -128,7 +129,7 @@ def test_too_little_host_memory_ends_the_job_with_a_reason(megatron, tmp_path):
     assert "of host memory beside the" in line and line.endswith("or give no offload in --pipeline-save-memory")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.nightly)])
 def test_offloaded_bytes_are_not_held(megatron, tmp_path, schedule):
     """Every microbatch goes as soon as it may and comes back as late, so that a rank holds little more than one."""
     made = plan(Request(schedule, 3, 6))

@@ -72,5 +72,6 @@ def _tied() -> None:
         assert helpers.compare(model, order, forward=forward, inputs=tokens).split == 9
 
 
+@pytest.mark.job
 def test_an_output_layer_tied_to_the_embedding_is_bit_equal_to_stock():
     helpers.run_ranks(2, _tied, tensor_model_parallel_size=2)

@@ -12,7 +12,7 @@ SETTINGS = {
     "packed documents": ("packed", ("--dataloader-inter-document-masking",)),
     "packed conversations (--sft)": ("conversations", ("--sft", "--data-path", "any", "--split", "80,10,10")),
 }
-USUAL = {"packed documents": ("zb-1p",), "packed conversations (--sft)": ("v-half",)}
+USUAL = {"packed conversations (--sft)": ("v-half",)}
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
@@ -22,6 +22,7 @@ def test_the_bounds_of_a_sample_end_where_the_sample_does(megatron):
     assert megatron("packed_sequences", [0, 16], 16) == ([0, 16], [0, 16], 16, 16)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
 def test_every_rank_sees_the_bounds_and_results_are_stocks(train, setting, schedule):
     samples, flags = SETTINGS[setting]

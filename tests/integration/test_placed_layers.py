@@ -9,11 +9,13 @@ import pytest
 from tests.integration.results import MODEL
 from tests.integration.test_same_result import assert_same_losses, differing, under
 from tests.measure.custom import stage, written
+from tests.tiers import by_night
 
 AUTO = ("--pipeline-layers", "auto")
 
 
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
+@pytest.mark.job
+@pytest.mark.parametrize("schedule", [by_night("zb-1p"), "v-half", by_night("adaptive")])
 def test_any_number_of_layers_trains_to_stocks_losses(train, schedule):
     """Seven layers, and an output layer of a large vocabulary, over two ranks; stock has them on one."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--num-layers", "7")

@@ -43,9 +43,10 @@ USUAL = [("PP2", "1f1b", "packed")]
 PLANNED = "--pipeline-plan-lengths"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("setting", "schedule", "samples"),
-    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.full_matrix) for case in CASES],
+    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly) for case in CASES],
 )
 def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, setting, schedule, samples):
     world, batch, flags = SETTINGS[setting]
@@ -70,7 +71,7 @@ def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, 
     assert ours.evaluations == tolerances.losses(stock.evaluations, tolerances.OTHER_KERNELS)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_no_sample_is_lost_at_a_checkpoint(train, tmp_path):
     world, batch, flags = SETTINGS["PP2"]
     job = ("--dataloader-inter-document-masking", "--train-iters", "4", "--global-batch-size", batch, *flags.split())
@@ -81,6 +82,7 @@ def test_no_sample_is_lost_at_a_checkpoint(train, tmp_path):
     assert whole.losses[2:] == rest.losses
 
 
+@pytest.mark.job
 def test_what_is_read_ahead_is_handed_out_once_in_the_order_asked_for(megatron):
     found = megatron("reads_ahead")
     assert found["read"] == [[1, 2, 3, 4], [1, 2, 3]] and found["same"]

@@ -25,6 +25,7 @@ def profiled(megatron, file: Path, world: int, flags: str) -> tuple[JobProfile, 
     return profile, [text for _, text in found]
 
 
+@pytest.mark.job
 def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_path, capsys):
     file = tmp_path / "costs.json"
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule v-half"
@@ -66,7 +67,7 @@ def test_to_measure_changes_no_loss(train, tmp_path):
     assert plain.losses == measured.losses
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
     flags = [*JOB, *"--pipeline-model-parallel-size 2 --pipeline-schedule v-half --eval-iters 0".split()]
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "2"

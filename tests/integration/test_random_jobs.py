@@ -26,6 +26,8 @@ from tests.integration.dry_runs import planned, short_searches
 from tools._iteration import Setting, estimate
 from tools._methods import ADAPTIVE, METHODS, SAVING
 
+pytestmark = pytest.mark.nightly
+
 # Each takes seconds.
 EXAMPLES = 6
 SCHEDULES = [name for name in NAMES if name not in ("file", "adaptive")]

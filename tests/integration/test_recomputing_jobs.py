@@ -54,9 +54,9 @@ def _te(sequence_parallel: bool) -> None:
     ("linears", "tp", "sequence_parallel"),
     [
         (_te, 2, True),
-        pytest.param(_te, 1, False, marks=pytest.mark.full_matrix),
-        pytest.param(_local, 2, True, marks=pytest.mark.full_matrix),
-        pytest.param(_local, 1, False, marks=pytest.mark.full_matrix),
+        pytest.param(_te, 1, False, marks=pytest.mark.nightly),
+        pytest.param(_local, 2, True, marks=pytest.mark.nightly),
+        pytest.param(_local, 1, False, marks=pytest.mark.nightly),
     ],
 )
 def test_linears_split_in_a_recomputed_forward(te: Megatron, linears: Any, tp: int, sequence_parallel: bool) -> None:
@@ -152,7 +152,7 @@ SETTINGS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "distributed optimizer, overlapped": (4, "v-half", "", OVERLAPPED, {}),
     "a shared vocabulary": (2, "v-half", "", "--pipeline-vocabulary-parallel", {}),
 }
-USUAL = ("dropout, tensor and sequence parallel", "experts")
+USUAL = ("experts",)
 
 
 def _file(path: Path, schedule: Schedule) -> tuple[str, ...]:
@@ -165,8 +165,9 @@ def _with_recompute(schedule: Schedule, share: float = 0.7) -> Schedule:
     return replace(schedule, order=tuple(tuple(with_recompute(row, share, draw)) for row in schedule.order))
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
-    "setting", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full_matrix) for name in SETTINGS]
+    "setting", [pytest.param(name, marks=() if name in USUAL else pytest.mark.nightly) for name in SETTINGS]
 )
 def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: str) -> None:
     """To the bit, weights after two steps too; R of most microbatches, anywhere between F and I."""
@@ -184,7 +185,7 @@ def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: 
     assert [str(key) for key, value in plain.weights.items() if not torch.equal(value, ours.weights[key])] == []
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_the_result_is_stocks(train: Training, tmp_path: Path) -> None:
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
     ours = train(2, *job, *_file(tmp_path / "recompute.csv", _with_recompute(plan(Request("v-half", 2, 8)))))
@@ -221,7 +222,7 @@ def _right_before(schedule: Schedule) -> Schedule:
     return replace(schedule, order=tuple(rows))
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_a_rank_holds_one_microbatch_and_inputs_of_the_others(megatron: Any, tmp_path: Path) -> None:
     """1F1B on four ranks; four layers a rank, whose inputs are 64 x 1 x 64 numbers of four bytes."""
     common = [*MODEL, *UNTIED, *SIZE, "--pipeline-model-parallel-size", "4"]

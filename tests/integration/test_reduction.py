@@ -19,8 +19,9 @@ OVERLAPPED = "--pipeline-model-parallel-size 2 --overlap-grad-reduce --ddp-bucke
 JOB = "--train-iters 1 --global-batch-size 8 --eval-iters 0".split()
 
 
+@pytest.mark.job
 @pytest.mark.feature("each bucket's reduction starts within its chunk's last pass")
-@pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
+@pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_reductions_start_within_the_chunks_last_pass(megatron: Megatron, schedule: str) -> None:
     """Stock has several buckets in the first rank's first chunk, and one in each other."""
     ranks = megatron("reductions", 4, [*MODEL, *UNTIED, *JOB, *OVERLAPPED, *under(schedule, "1")])
@@ -46,7 +47,8 @@ def test_buckets_with_a_part_of_the_vocabulary_wait_for_it_alone(megatron: Megat
         assert begun < min(at) < (added if rank < 2 else len(actions))
 
 
-@pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
+@pytest.mark.job
+@pytest.mark.parametrize("schedule", each_schedule("zb-1p"))
 def test_gradients_are_stocks_with_many_buckets(train: Any, schedule: str) -> None:
     job = ("--train-iters", "3", "--global-batch-size", "8", *OVERLAPPED)
     ours, stock = train(4, *job, *under(schedule)), train.stock(4, *job)

@@ -583,9 +583,10 @@ def test_refused(record_property, told_early, what):
 
 def in_jobs() -> list[ParameterSet]:
     """One case of each kind by day: a name, a flag, a file, a rule, the environment's; all at night."""
-    return [pytest.param(what, marks=[] if what in BY_DAY else pytest.mark.full_matrix) for what in REFUSED]
+    return [pytest.param(what, marks=[] if what in BY_DAY else pytest.mark.nightly) for what in REFUSED]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("what", in_jobs())
 def test_one_rank_of_a_job_says_why_it_is_refused(megatron, told_early, folder, what):
     outputs = megatron("outputs", 4, [*JOB, *PP4, *words(what, folder)])
@@ -640,11 +641,13 @@ def test_a_wrong_flag_is_refused_in_a_moment():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
+@pytest.mark.job
 def test_none_of_megatrons_flags_is_taken_for_a_misspelt_one_of_ours(megatron):
     ours = ("--pipeline-schedule", *OURS)
     assert not [flag for flag in megatron("stock_flags") if difflib.get_close_matches(flag, ours, cutoff=LIKE)]
 
 
+@pytest.mark.job
 def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):
     parser = argparse.ArgumentParser(add_help=False)
     megatron_flags.declare(parser, STOCK, megatron_flags.NAMED_OTHERWISE)
@@ -698,6 +701,7 @@ def test_an_environment_that_is_no_number_of_seconds_is_refused(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.job
 def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_text(to_csv(plan(Request("v-half", 2, 4))))
@@ -707,6 +711,7 @@ def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
     assert ours.losses == named.losses
 
 
+@pytest.mark.job
 def test_help_says_what_our_flags_are_for(megatron):
     ((code, text),) = megatron("outputs", 1, ["--help"])
     assert code == 0

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 LINE = "rank.py: error: no such schedule\n"
 # A rank that imports for so many seconds, and then refuses; or one that goes on.

@@ -52,7 +52,8 @@ def before(megatron: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("sooner", "at"), [(True, 4), pytest.param(False, 9, marks=pytest.mark.full_matrix)])
+@pytest.mark.job
+@pytest.mark.parametrize(("sooner", "at"), [(True, 4), pytest.param(False, 9, marks=pytest.mark.nightly)])
 def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
     megatron: Any, before: list[float], early: list[str], sooner: bool, at: int
 ) -> None:
@@ -66,6 +67,7 @@ def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
     assert said(ranks)[0].startswith("replanned: iteration 20.0 -> 10.0 ms expected, bubble 20.0 -> 10.0 %; ")
 
 
+@pytest.mark.job
 def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(
     megatron: Any, before: list[float], early: list[str]
 ) -> None:
@@ -92,7 +94,7 @@ def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any, ea
     assert switches(ranks, 9) == {(5,)}
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatron: Any, early: list[str]) -> None:
     """Slow from iteration 7 on, named in 9, measured from 12 to 17, planned for in 18, switched in 19."""
     job = [*NAMED, *early, "--pipeline-replan", "--train-iters", "20"]

@@ -40,19 +40,20 @@ def assert_same_losses(ours: Result, stock: Result, relative: float = tolerances
     assert ours.evaluations == tolerances.losses(stock.evaluations, relative)
 
 
-# A number of microbatches that nothing divides under every schedule; fewer than ranks under two.
-USUAL = {*product(SCHEDULES, [4], [7]), ("zb-1p", 4, 2), ("v-half", 4, 2)}
+# A number of microbatches that nothing divides, and fewer than ranks. Every schedule: test_compatibility.py.
+USUAL = {("v-half", 4, 7), ("1f1b-v", 4, 7), ("zb-1p", 4, 2)}
 
 
 def _wide(*schedules: str) -> list[ParameterSet]:
-    """Schedules that are run with ``--full-matrix`` alone."""
-    return [pytest.param(each, marks=pytest.mark.full_matrix) for each in schedules]
+    """Schedules that are run with ``--nightly`` alone."""
+    return [pytest.param(each, marks=pytest.mark.nightly) for each in schedules]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("schedule", "size", "microbatches"),
     [
-        pytest.param(*case, marks=() if case in USUAL else pytest.mark.full_matrix)
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly)
         for case in product(SCHEDULES, (2, 4), (2, 4, 7))
     ],
 )
@@ -78,7 +79,7 @@ PARALLEL_USUAL = [("1f1b-v", "PP2 DP2")]
 @pytest.mark.parametrize(
     ("schedule", "parallel"),
     [
-        pytest.param(*case, marks=() if case in PARALLEL_USUAL else pytest.mark.full_matrix)
+        pytest.param(*case, marks=() if case in PARALLEL_USUAL else pytest.mark.nightly)
         for case in product(ALL, PARALLEL)
     ],
 )
@@ -94,9 +95,7 @@ def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)], ids=["PP2", "PP4 overlapped"])
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=() if s == "v-half" else pytest.mark.full_matrix) for s in ALL]
-)
+@pytest.mark.parametrize("schedule", [pytest.param(s, marks=() if s == "v-half" else pytest.mark.nightly) for s in ALL])
 def test_distributed_optimizer(train, schedule, size, overlap):
     """Each rank holds a shard of the reduced gradients only, so what is compared is the weights they lead to."""
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", str(size))
@@ -112,7 +111,7 @@ def test_distributed_optimizer(train, schedule, size, overlap):
 @pytest.mark.parametrize(
     ("size", "limit"),
     [
-        pytest.param(size, limit, marks=[pytest.mark.full_matrix] * ((size, limit) != (4, "0.375")))
+        pytest.param(size, limit, marks=[pytest.mark.nightly] * ((size, limit) != (4, "0.375")))
         for size, limit in product((4, 8), ("0.375", "0.5", "1"))
     ],
 )
@@ -160,7 +159,7 @@ TIED_USUAL = [("zb-1p", ""), ("v-half", "--use-distributed-optimizer")]
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
-        pytest.param(*case, marks=() if case in TIED_USUAL else pytest.mark.full_matrix)
+        pytest.param(*case, marks=() if case in TIED_USUAL else pytest.mark.nightly)
         for case in product(("zb-1p", "v-half", "interleaved-1f1b", "adaptive"), ("", "--use-distributed-optimizer"))
     ],
 )

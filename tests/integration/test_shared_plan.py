@@ -43,6 +43,7 @@ def _planned(limit: float, groups: bool) -> tuple[int, str, str, int]:
     return len(made), to_csv(job.schedule), to_csv(later), len(job.programs)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("world", "groups"), [(4, True), (64, False)], ids=["in groups", "64 ranks"])
 def test_one_rank_of_a_job_searches(megatron: Megatron, world: int, groups: bool) -> None:
     found = megatron("on_ranks", world, _planned, 0.6, groups)
@@ -51,6 +52,7 @@ def test_one_rank_of_a_job_searches(megatron: Megatron, world: int, groups: bool
     assert found[0][1] == to_csv(make_plan(_request(0.6)).schedule)
 
 
+@pytest.mark.job
 def test_what_the_first_rank_refuses_all_end_for_in_one_line(megatron: Megatron) -> None:
     with pytest.raises(AssertionError) as raised:
         megatron("on_ranks", 4, _planned, 0.01, False)

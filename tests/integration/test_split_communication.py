@@ -40,6 +40,7 @@ def _te_forms() -> None:
                 assert compare(_te_block(), order).split == 3
 
 
+@pytest.mark.job
 def test_gradients_are_bit_equal_wherever_transformer_engine_keeps_its_flag(te: Megatron):
     te("in_groups", 2, _te_forms, tensor_model_parallel_size=2)
 
@@ -104,6 +105,7 @@ def _local_fused(sequence_parallel: bool) -> None:
             assert helpers.compare(block, order, main_grad=main_grad, forward=forward).split == 3
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_are_bit_equal_where_a_product_is_computed_in_i(sequence_parallel: bool):
     helpers.run_ranks(2, _local_fused, sequence_parallel, tensor_model_parallel_size=2)

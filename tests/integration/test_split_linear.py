@@ -23,6 +23,7 @@ def _matrix(sequence_parallel: bool) -> None:
         assert helpers.compare(block, order, main_grad=main_grad).split == 3
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_gradients_are_bit_equal_to_stock(tp: int, sequence_parallel: bool):
     helpers.run_ranks(tp, _matrix, sequence_parallel, tensor_model_parallel_size=tp)
@@ -34,6 +35,7 @@ def _gpt(sequence_parallel: bool) -> None:
     assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=tokens).split == 9
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_a_whole_gpt_model_is_bit_equal_to_stock(tp: int, sequence_parallel: bool):
     helpers.run_ranks(tp, _gpt, sequence_parallel, tensor_model_parallel_size=tp)
@@ -63,6 +65,7 @@ def _expert() -> None:
     assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward).split == 2
 
 
+@pytest.mark.nightly
 def test_expert_linears_split_too():
     helpers.run_ranks(2, _expert, expert_model_parallel_size=2)
 
@@ -73,6 +76,7 @@ def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
     helpers.data_parallel(helpers.block(dtype=torch.bfloat16), split_linears, overlap, distributed_optimizer)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(overlap: bool, distributed_optimizer: bool):

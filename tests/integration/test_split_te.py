@@ -472,6 +472,7 @@ def failures(te: Megatron) -> dict[str, str]:
     return found
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_check(check: str, failures: dict[str, str]):
     assert check not in failures, failures[check]

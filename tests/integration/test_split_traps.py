@@ -329,6 +329,7 @@ def failures() -> dict[str, str]:
     return helpers.run_ranks(1, _all_traps)[0]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("trap", [trap.__name__ for trap in TRAPS])
 def test_trap(trap: str, failures: dict[str, str]):
     assert trap not in failures, failures[trap]

@@ -16,6 +16,7 @@ JOB = "--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2 --
 WATCHED = [*MODEL, *UNTIED, *JOB]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [

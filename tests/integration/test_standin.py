@@ -31,6 +31,7 @@ def test_layers_of_transformer_engine_are_refused_on_a_cpu(megatron: Megatron, s
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

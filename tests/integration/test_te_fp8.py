@@ -44,6 +44,7 @@ def called(name: str, *args: Any) -> Any:
     return getattr(te_fp8, name)(*args)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("recipe", CAPABILITIES)
 def test_each_kind_of_linear(fp8: Any, recipe: str) -> None:
     assert fp8("every_kind", recipe) == [16]
@@ -51,7 +52,7 @@ def test_each_kind_of_linear(fp8: Any, recipe: str) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=() if name in PRIMARY else pytest.mark.full_matrix) for name in CAPABILITIES],
+    [pytest.param(name, marks=() if name in PRIMARY else pytest.mark.nightly) for name in CAPABILITIES],
 )
 def test_each_kind_of_linear_with_primary_weights(fp8: Any, recipe: str) -> None:
     assert fp8("every_kind", recipe, True) == [16]
@@ -64,13 +65,14 @@ def test_parts_of_primary_weights_are_main_weights_quantized(fp8: Any, recipe: s
 
 
 @pytest.mark.parametrize(
-    "sequence_parallel", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["whole", "sequence parallel"]
+    "sequence_parallel", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence parallel"]
 )
 @pytest.mark.parametrize("recipe", CAPABILITIES)
 def test_tensor_parallel_linears(fp8: Any, recipe: str, sequence_parallel: bool) -> None:
     fp8("tensor_parallel", recipe, sequence_parallel, ranks=2)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("primary", [False, True], ids=["", "primary weights"])
 @pytest.mark.parametrize("recipe", CAPABILITIES)
 def test_w_holds_quantized_numbers_and_scales(fp8: Any, recipe: str, primary: bool) -> None:
@@ -106,7 +108,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server, failures, held = Megatron(version), {}, {}

@@ -19,7 +19,9 @@ from tests.integration import te_itself
 from tests.integration.server import VERSIONS, Megatron
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(each, marks=pytest.mark.nightly) for each in VERSIONS[:-1]), VERSIONS[-1]]
+)
 def of_version(request: pytest.FixtureRequest) -> Iterator[tuple[str, Megatron]]:
     """A version, and ranks that have its Python."""
     newest = request.param == VERSIONS[-1]
@@ -37,6 +39,7 @@ def _every_case() -> tuple[str, list[str]]:
     return sys.modules["transformer_engine"].__version__, passed
 
 
+@pytest.mark.job
 def test_its_own_python_on_the_cpu(of_version: tuple[str, Megatron]):
     """Each kind of module, with and without bias, fused or not, in two orders."""
     version, server = of_version
@@ -68,6 +71,7 @@ def _accumulates_as_apex_does() -> None:
             torch.testing.assert_close(added, wanted, rtol=2**-7, atol=2**-7 * float(wanted.abs().max()))
 
 
+@pytest.mark.nightly
 def test_without_apex_the_same_sums_go_to_main_grad(of_version: tuple[str, Megatron]):
     of_version[1]("in_groups", 1, _accumulates_as_apex_does)
 
@@ -110,6 +114,7 @@ def _loss_waits() -> list[bool]:
     return found
 
 
+@pytest.mark.nightly
 def test_its_loss_does_not_wait_for_the_gpu_under_a_schedule(of_version: tuple[str, Megatron]):
     version, server = of_version
     if not Version("2.7") <= Version(version) < Version("2.20"):

@@ -168,15 +168,10 @@ ORDERS = {
 }
 USUAL = {
     ("distributed optimizer", "v-half"),
-    ("context parallel", "v-half"),
     ("fused accumulation", "recompute"),
-    ("fused accumulation", "offload"),
-    ("FP8 tensorwise, grouped experts", "v-half"),
     ("FP8 delayed", "vocabulary"),
-    ("MXFP8, sequence parallel", "v-half"),
     ("NVFP4", "zb-1p"),
     ("MXFP8, primary weights", "v-half"),
-    ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
@@ -198,10 +193,11 @@ def assert_stocks(ours: Result, stock: Result, shards: bool) -> None:
     assert [str(key) for key, value in theirs.items() if not torch.equal(value, found[key])] == []
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("job", "order"),
     [
-        pytest.param(job, order, marks=() if (job, order) in USUAL else pytest.mark.full_matrix)
+        pytest.param(job, order, marks=() if (job, order) in USUAL else pytest.mark.nightly)
         for job in JOBS
         for order in ORDERS
         if (job, order) not in _LEFT_OUT
@@ -225,7 +221,7 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
     assert_stocks(ours, stock, "--use-distributed-optimizer" in wanted.flags and wanted.replicas > 1)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "9.0"), ("mxfp8", "10.0")])
 def test_checkpoints_of_primary_weights_go_from_any_schedule_to_any_other(
     te_train: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str, capability: str
@@ -246,7 +242,7 @@ def test_checkpoints_of_primary_weights_go_from_any_schedule_to_any_other(
         assert again.losses == straight.losses[2:] and again.evaluations == straight.evaluations
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("recipe", "capability"), [("tensorwise", "9.0"), ("blockwise", "9.0"), ("mxfp8", "10.0"), ("nvfp4", "10.0")]
 )

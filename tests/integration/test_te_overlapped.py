@@ -44,10 +44,11 @@ def called(name: str, *args: Any) -> Any:
     return getattr(te_overlapped, name)(*args)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("capability", "recipe"),
     [
-        pytest.param(capability, recipe, marks=() if recipe == PLAIN else pytest.mark.full_matrix)
+        pytest.param(capability, recipe, marks=() if recipe == PLAIN else pytest.mark.nightly)
         for capability, recipes in RECIPES.items()
         for recipe in recipes
     ],
@@ -60,9 +61,7 @@ def test_a_gradient_that_waits_in_i_for_its_product_is_not_in_a_buffer(overlappe
     assert overlapped("one_linear_trained", PLAIN) == [8, 8]
 
 
-@pytest.mark.parametrize(
-    "recipe", [PLAIN, "tensorwise on Blackwell", pytest.param("mxfp8", marks=pytest.mark.full_matrix)]
-)
+@pytest.mark.parametrize("recipe", [PLAIN, "tensorwise on Blackwell", pytest.param("mxfp8", marks=pytest.mark.nightly)])
 def test_planted_faults_are_found(overlapped: Any, recipe: str) -> None:
     """Bulk overlaps that stay on, and gradients that stay in a buffer until W."""
     for found in overlapped("faults", recipe):
@@ -84,7 +83,7 @@ def test_the_log_names_what_is_switched_off() -> None:
     assert said("zb-1p") == []
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Megatron(version)

@@ -136,6 +136,7 @@ def failures(megatron: Megatron) -> dict[str, str]:
     return found
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("forward", [each.__name__ for each in ACTIVATIONS + WEIGHTS + TWICE])
 def test_gradients_are_stocks_with(forward: str, failures: dict[str, str]) -> None:
     assert forward not in failures, failures[forward]

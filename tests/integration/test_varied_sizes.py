@@ -21,11 +21,12 @@ CASES = [
 ]
 
 
+@pytest.mark.job
 @pytest.mark.feature("variable sequence lengths")
 @pytest.mark.parametrize(
     ("parallel", "schedule"),
     [
-        pytest.param(*case, marks=() if case in CASES else pytest.mark.full_matrix)
+        pytest.param(*case, marks=() if case in CASES else pytest.mark.nightly)
         for case in dict.fromkeys([*CASES, *product(["PP4"], SCHEDULES)])
     ],
 )

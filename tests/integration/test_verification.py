@@ -41,9 +41,10 @@ RIGHT = {
     "large vocabulary": (2, "v-half", "--pipeline-vocabulary-parallel"),
     "nothing split": (2, "1f1b", "--hidden-dropout 0.1"),
 }
-RARE = {"large vocabulary": pytest.mark.full_matrix}
+RARE = {"large vocabulary": pytest.mark.nightly}
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("case", [pytest.param(case, marks=RARE.get(case, ())) for case in RIGHT])
 def test_a_right_job_ends_with_0_before_its_second_iteration(megatron: Any, case: str) -> None:
     world, schedule, flags = RIGHT[case]
@@ -65,6 +66,7 @@ WRONG = {
 }
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_planted_fault_ends_every_rank_with_1(megatron: Any, fault: str) -> None:
     status, printed = ended(megatron, 2, "v-half", "--pipeline-costs 1,1,1", fault)

@@ -62,10 +62,11 @@ def cases() -> list[ParameterSet]:
     """Every setting under few schedules, and few settings under every one."""
     pairs = [(setting, schedule) for setting in SETTINGS for schedule in ("1f1b", "zb-1p", "v-half")]
     pairs += [pair for pair in product(EVERYWHERE, SCHEDULES) if pair not in pairs]
-    marks = {pair: [] if pair in USUAL else [pytest.mark.full_matrix] for pair in pairs}
+    marks = {pair: [] if pair in USUAL else [pytest.mark.nightly] for pair in pairs}
     return [pytest.param(*pair, marks=[pytest.mark.feature(FEATURE), *marks[pair]]) for pair in pairs]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("setting", "schedule"), cases())
 def test_losses_and_gradients_are_stocks(train, setting, schedule):
     world, size, flags, model, tied = SETTINGS[setting]
@@ -76,7 +77,7 @@ def test_losses_and_gradients_are_stocks(train, setting, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_schedules_are_equal_to_the_bit(train, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "6", "--pipeline-model-parallel-size", "2")
     one, other = train(2, *job, *shared("1f1b")), train(2, *job, *shared(schedule))
@@ -88,12 +89,12 @@ def test_schedules_are_equal_to_the_bit(train, schedule):
     ("schedule", "flags"),
     [
         pytest.param("v-half", "--overlap-grad-reduce --overlap-param-gather"),
-        pytest.param("zb-1p", "--overlap-grad-reduce --overlap-param-gather", marks=pytest.mark.full_matrix),
-        pytest.param("1f1b", "", marks=pytest.mark.full_matrix),
-        pytest.param("interleaved-1f1b", "--overlap-grad-reduce", marks=pytest.mark.full_matrix),
+        pytest.param("zb-1p", "--overlap-grad-reduce --overlap-param-gather", marks=pytest.mark.nightly),
+        pytest.param("1f1b", "", marks=pytest.mark.nightly),
+        pytest.param("interleaved-1f1b", "--overlap-grad-reduce", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["untied", "tied"])
 def test_distributed_optimizer(train, schedule, flags, tied):
     """Each rank holds a shard of the reduced gradients only; the weights are those of the plain one."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
@@ -110,10 +111,10 @@ def test_distributed_optimizer(train, schedule, flags, tied):
     ("schedule", "flags"),
     [
         pytest.param("v-half", "--context-parallel-size 2"),
-        pytest.param("1f1b", "--context-parallel-size 2 --calculate-per-token-loss", marks=pytest.mark.full_matrix),
+        pytest.param("1f1b", "--context-parallel-size 2 --calculate-per-token-loss", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_context_parallelism(train, schedule, flags):
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *flags.split())
     ours, stock = (train(4, *job, *more, attention="plain") for more in (shared(schedule), ()))
@@ -127,11 +128,11 @@ NUMBERS = {"bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
     ("numbers", "flags"),
     [
         pytest.param("bf16", ""),
-        pytest.param("bf16", f"{TENSOR} --sequence-parallel", marks=pytest.mark.full_matrix),
-        pytest.param("fp16", "", marks=pytest.mark.full_matrix),
+        pytest.param("bf16", f"{TENSOR} --sequence-parallel", marks=pytest.mark.nightly),
+        pytest.param("fp16", "", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("schedule", ["v-half", pytest.param("1f1b", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("1f1b", marks=pytest.mark.nightly)])
 def test_fewer_bits_are_as_near_to_fp32_as_stocks(train, numbers, flags, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", *flags.split())
     world = 4 if flags else 2
@@ -155,7 +156,7 @@ def test_overflows_are_skipped_as_stock_skips_them(train):
     assert len(set(ours.loss_scales)) > 1
 
 
-@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-1p", marks=pytest.mark.nightly)])
 def test_frozen_tables_take_no_gradient(train, schedule):
     """Low-rank adapters are trained, beside linears that are frozen as the vocabulary is."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
@@ -169,8 +170,8 @@ def test_frozen_tables_take_no_gradient(train, schedule):
     ("world", "flags", "tied"),
     [
         (2, "--pipeline-schedule 1f1b", False),
-        pytest.param(4, f"--pipeline-schedule 1f1b {TENSOR}", False, marks=pytest.mark.full_matrix),
-        pytest.param(2, "--pipeline-schedule 1f1b", True, marks=pytest.mark.full_matrix),
+        pytest.param(4, f"--pipeline-schedule 1f1b {TENSOR}", False, marks=pytest.mark.nightly),
+        pytest.param(2, "--pipeline-schedule 1f1b", True, marks=pytest.mark.nightly),
     ],
 )
 def test_from_scratch_it_starts_where_stock_starts(megatron, world, flags, tied):
@@ -183,7 +184,7 @@ def test_from_scratch_it_starts_where_stock_starts(megatron, world, flags, tied)
     assert [str(key) for key, value in stock.weights.items() if not torch.equal(value, ours.weights[key])] == []
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_a_vocabulary_is_padded_so_that_all_ranks_have_as_many_words(train):
     """96 words on three ranks of two tensor-parallel ones would be 16 each; 80 are padded to 96, not to 80."""
     job = ("--train-iters", "2", "--global-batch-size", "3", "--pipeline-model-parallel-size", "3")
@@ -193,7 +194,7 @@ def test_a_vocabulary_is_padded_so_that_all_ranks_have_as_many_words(train):
     assert losses == tolerances.losses(stock, tolerances.OTHER_KERNELS)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.nightly)])
 def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule, tmp_path):
     """Half of the probabilities on each of two ranks, which count as activations from S to T."""
     job = [*MODEL, *UNTIED, *"--vocab-size 8192 --train-iters 2 --global-batch-size 4".split()]
@@ -202,7 +203,7 @@ def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule, tm
     assert min(megatron("train", 2, [*job, SHARED]).peaks) > tokens * words // 2 * bytes_each
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_layers_are_placed_by_the_planner_too(train):
     """Six on the eight stages of a V: the last stage has none, and nothing to do but to end."""
     job = ("--train-iters", "2", "--global-batch-size", "4", "--num-layers", "6")

@@ -38,6 +38,7 @@ USUAL = {
 }
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
 def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> None:
     world, model, flags = SETTINGS[setting]

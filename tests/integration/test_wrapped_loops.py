@@ -45,6 +45,7 @@ def assert_same_gradients(ours: list[Any], stock: list[Any]) -> None:
     assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-1p", 1), ("v-half", 2)])
 def test_wrappers_that_count_on_whole_backwards_are_refused_by_name_on_all_ranks(
     megatron: Any, schedule: str, chunks: int
@@ -84,6 +85,7 @@ def test_wrappers_are_left_alone_by_schedules_under_which_gradients_are_stocks(m
     assert megatron("passing", cases) == [True] * len(cases)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-1p", 1), ("v-half", 2)])
 def test_modules_that_reduce_nothing_and_megatrons_own_wrapper_inside_them_train_alike(
     megatron: Any, schedule: str, chunks: int

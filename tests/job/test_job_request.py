@@ -13,6 +13,7 @@ from megatron.schedules.job.spec import Settings
 from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
+from tests.tiers import by_night
 
 MODEL = "9.6B --num-layers 16"
 
@@ -29,7 +30,7 @@ def scarce(name: str) -> Request:
     return request_of(job_plans([name], [], settings, 4, 4, MODEL, FLAGS).specs[0]).request
 
 
-@pytest.mark.parametrize("name", ["adaptive", "auto"])
+@pytest.mark.parametrize("name", [by_night("adaptive"), "auto"])
 def test_layers_are_placed_where_no_plan_exists_without_recompute(name: str):
     asked = scarce(name)
     found, even = make_plan(asked), make_plan(replace(asked, partition=False))

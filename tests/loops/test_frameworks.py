@@ -15,6 +15,8 @@ from tests.loops.frameworks import FRAMEWORKS, Job, Outcome, UnreachableError, o
 from tests.loops.loop_calls import CALLS
 from tests.tolerances import likely
 
+pytestmark = pytest.mark.nightly
+
 PIPELINES = (2, 4)
 SCHEDULES = {"zb-1p": 1, "v-half": 2, "auto": 2}
 """Model chunks that the loop builds for each."""
@@ -64,7 +66,7 @@ def close(found: Any, expected: Any, apart: float) -> bool:
     return bool(abs(found - expected) <= apart * abs(expected))
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", PIPELINES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -78,7 +80,7 @@ def test_losses_are_those_of_the_same_job_without_us(run: Any, name: str, schedu
     assert merged(ours) == merged(stock)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half"])
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -90,7 +92,7 @@ def test_clipping_differs_only_by_the_order_of_sums_in_the_norm(run: Any, name: 
     assert ours.losses[-1][0] == stock.losses[-1][0]
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedule", LOADED)
 @pytest.mark.parametrize("name", SAVING)
@@ -103,7 +105,7 @@ def test_a_checkpoint_of_a_v_goes_on_under_any_schedule_and_without_us(
     assert loaded.losses[-1] and loaded.losses[-1] == saved.losses[-1][-len(loaded.losses[-1]) :]
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_swift_exports_from_a_v_the_file_that_it_exports_without_us(
     run: Any, tmp_path_factory: pytest.TempPathFactory
@@ -115,7 +117,7 @@ def test_swift_exports_from_a_v_the_file_that_it_exports_without_us(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_bridges_own_setting_hides_messages_of_experts(tmp_path: Path) -> None:
     """Gradients are not clipped, so losses are equal to the bit."""
@@ -129,7 +131,7 @@ def test_bridges_own_setting_hides_messages_of_experts(tmp_path: Path) -> None:
     assert all(passes["hidden"] for passes in ours.passes)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OF_THE_INDEX)
 def test_the_call_is_what_the_wheel_has(name: str) -> None:
     call = CALLS[name]

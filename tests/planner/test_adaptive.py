@@ -78,6 +78,7 @@ def test_it_is_sound_within_its_memory_and_no_longer_than_what_has_a_name(reques
     check(request)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("d", "n", "limit"), [(8, 13, 0.4), (12, 17, 0.55), (24, 5, 0.2)])
 def test_so_are_longer_pipelines_however_little_is_searched(d: int, n: int, limit: float):
     check(asked(d, n, limit, search_seconds=1e-3))
@@ -128,6 +129,7 @@ def test_costs_in_another_unit_give_the_same_plan():
     assert plan(asked(4, 9, 0.6, small)) == plan(asked(4, 9, 0.6, costs))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("d", "n", "costs", "bubble"), [(4, 8, REAL, 0.3803), (8, 16, "1,1.2,0.4,0.05", 0.3475)], ids=str
 )

@@ -25,6 +25,7 @@ from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.cores import THREADS_VARIABLE
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress
+from tests.tiers import by_night, some_by_night
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 COSTS = Costs.of(1, 1.1, 0.75, 0.05)
@@ -59,8 +60,8 @@ def all_partitions(layers: int, stages: int) -> Iterator[Partition]:
         ("v-half", 2, 6, 9),
         ("v-zb", 2, 5, 8),
         ("interleaved-1f1b", 2, 6, 8),
-        pytest.param("v-half", 4, 6, 8, marks=pytest.mark.full_matrix),
-        pytest.param("v-zb", 4, 8, 12, marks=pytest.mark.full_matrix),
+        pytest.param("v-half", 4, 6, 8, marks=pytest.mark.nightly),
+        pytest.param("v-zb", 4, 8, 12, marks=pytest.mark.nightly),
     ],
 )
 def test_within_one_per_cent_of_the_best_of_all_partitions(name: str, d: int, n: int, layers: int):
@@ -97,7 +98,7 @@ def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: fl
         assert ours.makespan <= other.makespan + 1e-9 or microbatches_held(other) > most
 
 
-@pytest.mark.parametrize("limit", [0.5, 1.0])
+@pytest.mark.parametrize("limit", [0.5, by_night(1.0)])
 def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
     request = asked("adaptive", 4, 12, 16, memory_limit=limit)
     ours, even = timed(partition_layers(request)), timed(request)
@@ -160,6 +161,7 @@ def test_without_a_model_there_is_nothing_to_place():
         partition_layers(Request("1f1b", 4, 8))
 
 
+@pytest.mark.nightly
 def test_the_plan_is_never_longer_than_the_climb_that_chose_the_layers():
     found = partition_layers(asked("adaptive", 4, 12, 12, search_seconds=0.01, chunk_choices=(2, 4)))
     assert found.start is not None
@@ -180,7 +182,10 @@ def test_what_was_found_is_kept(tmp_path, monkeypatch, name: str):
     assert cached_partition(request) == found
 
 
-@pytest.mark.parametrize(("name", "factor"), [("v-half", 1e-10), ("v-half", 3.0), ("v-half", 7e8), ("adaptive", 1e-10)])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [("v-half", 3.0), *(by_night(*case) for case in (("v-half", 1e-10), ("v-half", 7e8), ("adaptive", 1e-10)))],
+)
 def test_layers_placed_for_costs_in_any_unit_are_the_same(name: str, factor: float):
     request = asked(name, 2, 6, 8)
     costs = request.costs
@@ -199,7 +204,7 @@ SIZES: list[tuple[str, int, int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "d", "n", "layers"), SIZES)
+@pytest.mark.parametrize(("name", "d", "n", "layers"), some_by_night(SIZES, lambda name, *size: name == "zb-2p"))
 def test_shares_of_progress_add_up_to_the_whole_when_the_search_ends(name: str, d: int, n: int, layers: int):
     shares: list[float] = []
     partition_layers(asked(name, d, n, layers), shares.append)
@@ -208,7 +213,10 @@ def test_shares_of_progress_add_up_to_the_whole_when_the_search_ends(name: str, 
     assert sum(shares[:-1]) < 1 - 1e-9  # nothing is done after the work is told to be
 
 
-@pytest.mark.parametrize(("name", "d", "n", "layers"), [*SIZES[:4], ("v-min", 4, 64, 32), ("1f1b", 24, 2, 40)])
+@pytest.mark.parametrize(
+    ("name", "d", "n", "layers"),
+    some_by_night([*SIZES[:4], ("v-min", 4, 64, 32), ("1f1b", 24, 2, 40)], lambda *size: size[1] > 4 or size[2] > 12),
+)
 def test_the_search_keeps_within_its_budget_of_passes(monkeypatch, name: str, d: int, n: int, layers: int):
     """A plan counts for its passes, a bound for two a stage, both for what calling them takes."""
     spent = {"plans": 0.0, "bounds": 0.0}
@@ -243,7 +251,7 @@ def test_no_partition_is_bounded_twice(monkeypatch):
     assert len(seen) == len(set(seen))
 
 
-@pytest.mark.parametrize("ends", [0.0, 2.6])
+@pytest.mark.parametrize("ends", [0.0, by_night(2.6)])
 def test_adaptive_reports_all_parts_of_its_search(ends: float):
     """The search over each placement, the comparison of the best, and that with even layers are parts of one whole."""
     shares: list[float] = []

@@ -232,7 +232,7 @@ def test_memory_saving_never_makes_a_plan_longer(limit: float, how: dict[str, bo
         assert (Kind.R in plan(chosen).kinds) == ("recompute" in how)
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("limit", [0.15, 0.25, 0.375])
 def test_both_together_are_no_longer_than_either(limit: float):
     request = replace(asked(limit, recompute=True, offload=True), costs=replace(REAL, copies=HostCopies(0.7)))
@@ -270,7 +270,7 @@ def test_whole_layers_are_recomputed_where_their_number_is_known(tmp_path, monke
 _GREEDY = [(4, 16, {"recompute": True}, 130.9), (4, 16, {"offload": True}, 149.0), (6, 24, {"recompute": True}, 197.9)]
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("d", "n", "how", "greedy"), _GREEDY)
 def test_the_default_search_is_no_longer_than_a_greedy_order(d: int, n: int, how: dict[str, bool], greedy: float):
     costs = replace(REAL, copies=HostCopies(1.425))
@@ -310,7 +310,7 @@ def test_8_chunks_give_shorter_plans_there(how: dict[str, bool]):
 _PROTOTYPE = {0.125: (263, 227, 251), 0.25: (229, 195, 200), 0.375: (220, 189, 189), 0.5: (210, 187, 187)}
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("limit", _PROTOTYPE)
 def test_plans_hold_what_was_promised(limit: float):
     again, *offload = _PROTOTYPE[limit]

@@ -40,6 +40,7 @@ def test_small_plans_are_within_one_percent_of_the_optimum(name: str, costs: tup
         assert best - 1e-6 <= makespan(name, d, n, costs) <= FACTOR * best
 
 
+@pytest.mark.nightly
 def test_the_model_finds_what_was_proved_elsewhere():
     """8 microbatches on 4 ranks take 51 units, and cannot take less: the last rank starts 3 late and computes 48."""
     assert optimal_makespan(v_shape(4), 8, (20, 20, 20, 0), 4, seconds=300) == 51 * 20

@@ -140,6 +140,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.nightly
 def test_the_process_gives_way_to_all_others_and_does_not_outlive_the_job() -> None:
     job = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=HANGS_S)
     assert job.returncode == 9, job.stderr

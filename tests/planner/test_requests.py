@@ -137,6 +137,7 @@ def python(program: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_two_processes_make_the_same_plans_whatever_their_hash_seeds():
     first, second = python(PLANS, PYTHONHASHSEED="1"), python(PLANS, PYTHONHASHSEED="4242")
     assert first == second

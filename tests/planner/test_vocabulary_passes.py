@@ -76,8 +76,8 @@ def test_it_takes_one_microbatch_more_and_little_longer_than_without_an_output_l
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
-        pytest.param(1.0, 203.3, marks=pytest.mark.full_matrix),
-        pytest.param(0.625, 215.5, marks=pytest.mark.full_matrix),
+        pytest.param(1.0, 203.3, marks=pytest.mark.nightly),
+        pytest.param(0.625, 215.5, marks=pytest.mark.nightly),
         (0.5, 240),
     ],
 )

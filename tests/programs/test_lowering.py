@@ -198,6 +198,7 @@ def test_eight_times_the_passes_are_eight_times_the_work():
     assert lines_run(lambda: check(many)) < 1.1 * 8 * lines_run(lambda: check(few))
 
 
+@pytest.mark.nightly
 def test_a_large_schedule_is_lowered_and_checked():
     """64 ranks, two chunks, 512 microbatches: 196,608 passes and 260,096 messages."""
     d, n = 64, 512

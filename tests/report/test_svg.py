@@ -17,6 +17,7 @@ from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.simulator import simulate
 from tests.report.fonts import measured
 from tests.report.made import saved, timeline
+from tests.tiers import by_night
 
 SVG = "{http://www.w3.org/2000/svg}"
 CELL = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-([\d.]+)z")
@@ -38,7 +39,7 @@ def words(root: ElementTree.Element) -> str:
         ("1f1b", 4, 8, "1,1,1,0"),
         ("v-half", 4, 8, "1,1.1,0.75,0.05"),
         ("interleaved-1f1b", 2, 1, "1,1,1,0"),
-        ("v-min", 32, 40, "1,2,3,0.5"),
+        by_night("v-min", 32, 40, "1,2,3,0.5"),
     ],
 )
 def test_every_pass_is_drawn_once_and_where_it_runs(name, d, n, costs):

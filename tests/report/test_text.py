@@ -14,6 +14,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.simulator import simulate
 from tests.report.made import saved, timeline
+from tests.tiers import by_night
 
 
 def rows(plain: str) -> list[str]:
@@ -76,7 +77,13 @@ def test_passes_of_one_length_all_have_their_numbers_or_none_has(colour, width, 
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize(
     ("name", "d", "n", "width"),
-    [("v-half", 4, 8, 100), ("v-half", 32, 128, 100), ("1f1b", 2, 1, 80), ("v-zb", 3, 300, 60), ("zb-1p", 64, 3, 140)],
+    [
+        ("v-half", 4, 8, 100),
+        by_night("v-half", 32, 128, 100),
+        ("1f1b", 2, 1, 80),
+        ("v-zb", 3, 300, 60),
+        ("zb-1p", 64, 3, 140),
+    ],
 )
 @pytest.mark.parametrize("costs", ["1,1,1,0", "1,1.1,0.75,0.05"])
 def test_the_drawing_keeps_to_the_width(name, d, n, width, costs, colour):

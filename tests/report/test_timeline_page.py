@@ -279,6 +279,7 @@ def split_everywhere(line: Timeline) -> Timeline:
     return simulate(replace(line.schedule, order=rows), line.costs)
 
 
+@pytest.mark.nightly
 @in_a_browser
 def test_two_hundred_thousand_passes_stay_responsive(opened: Open):
     line = split_everywhere(timeline("interleaved-1f1b", 64, 512, chunks=2))

@@ -22,6 +22,8 @@ from megatron.schedules.runtime.transport import Channels, MessageSpec, Transpor
 from tests.ranks import run_ranks
 from tests.waiting import until
 
+pytestmark = pytest.mark.job
+
 CPU = torch.device("cpu")
 SPEC = MessageSpec((4,), torch.float32, CPU)
 

@@ -211,6 +211,7 @@ def test_every_plan_of_every_size_is_proved_whatever_its_costs(name: str):
         check(lower(schedule))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("d", [24, 33, 48, 64])
 def test_long_pipelines_are_proved_too(name: str, d: int):

@@ -16,7 +16,7 @@ from tests.runtime import emulated_replanning as job
 ITERATIONS = 18
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_a_slow_rank_is_named_and_worked_round_as_simulated() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.runtime.emulated_replanning", "4", str(ITERATIONS)],

@@ -39,6 +39,8 @@ from tests.runtime.test_device_sync import ends
 from tests.runtime.thread_ranks import ThreadTalk, errors_in_threads, run_threads, transports
 from tests.waiting import HANGS_S
 
+pytestmark = pytest.mark.job
+
 # --- carried out --------------------------------------------------------------------------------------------------
 
 

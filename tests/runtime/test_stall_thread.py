@@ -81,6 +81,7 @@ class Stalled(Recorder):
         return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
 
+@pytest.mark.nightly
 def test_a_slow_program_ends_in_silence_and_a_stalled_one_is_reported_with_its_frame(told):
     lines, start = told
     tracker = PositionTracker()

@@ -18,6 +18,8 @@ from megatron.schedules.schedule.text_forms import to_csv
 from tests.ranks import run_ranks
 from tests.tolerances import assert_near, likely
 
+pytestmark = pytest.mark.job
+
 FEATURES = 8
 ROWS = 3
 """Rows of one microbatch."""

@@ -29,6 +29,8 @@ from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
 from tests.waiting import HANGS_S
 
+pytestmark = pytest.mark.job
+
 CPU = torch.device("cpu")
 SPEC = MessageSpec(SHAPE, torch.float32, CPU)
 ONE = MessageSpec((4,), torch.float32, CPU)

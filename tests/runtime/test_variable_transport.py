@@ -19,6 +19,8 @@ from tests.programs.random_schedules import random_schedule
 from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 
+pytestmark = pytest.mark.job
+
 CPU = torch.device("cpu")
 SPEC = MessageSpec((0, 0), torch.float32, CPU)
 

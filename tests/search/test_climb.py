@@ -72,6 +72,7 @@ def test_with_messages_the_makespan_is_that_of_the_simulator(
     validate(timeline.schedule)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0)])
 def test_a_short_search_keeps_enough_weight_gradients_due(limit: float, most: float):
     """With all messages exposed, no order of four chunks takes less than 225, whatever its memory."""
@@ -86,7 +87,7 @@ def test_a_short_search_keeps_enough_weight_gradients_due(limit: float, most: fl
     assert lower_bound(placement, 32, exposed.on(placement), limit) > 225
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0), (8.0, 225.0), (5.0, 225.0)])
 def test_adaptive_hides_messages(limit: float, most: float):
     costs = Costs(LayerTimes(1.3, 1.4, 0.75, (0.3, 0.3)), link=Link(0.05), memory=MemoryShares(0.6))
@@ -301,6 +302,7 @@ def test_four_ranks_come_within_one_percent_of_the_best_v_and_finer_chunks_beat_
     assert length(costs, limit, 1, 2, 4) < 0.98 * best
 
 
+@pytest.mark.nightly
 def test_eight_ranks_idle_less_than_1f1b_in_half_its_memory():
     """And under a quarter of what it idles in all of it; 5 microbatches are what V-Half takes."""
     most = {4: planned("1f1b", 8, 32, REAL).bubble, 5: 0.11, 8: 0.0475}

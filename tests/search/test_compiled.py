@@ -21,6 +21,8 @@ from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules
 from megatron.schedules.utils.private_folder import PLANS_VARIABLE, warn_once
 from tests.waiting import HANGS_S
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 anew = compiled_climb.__wrapped__
 
@@ -75,6 +77,7 @@ def small() -> Any:
     return kept_code(_next, numba.int64(numba.int64))
 
 
+@pytest.mark.job
 def test_what_is_not_damaged_is_loaded(kept: Path):
     small()
     before = files(kept)
@@ -82,6 +85,7 @@ def test_what_is_not_damaged_is_loaded(kept: Path):
     assert files(kept) == before
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".nbi", "empty"), (".nbi", "cut short"), (".nbc", "cut short"), (".nbc", "gone")]
 )

@@ -18,6 +18,8 @@ from tests.sweep.judged import faults
 from tests.sweep.values import NUMBERS, Kind, values
 from tests.sweep.worker import ROOT, Call, Calls
 
+pytestmark = pytest.mark.nightly
+
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 # Calls that work, to which a case adds one flag of its own; a flag given twice counts the second time. A command that
 # is not among them is called as it is.
@@ -132,13 +134,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def odd_calls(folder: Path, pytestconfig: pytest.Config) -> list[Call]:
-    return list(one_flag_odd(folder, 1 if pytestconfig.getoption("--full-matrix") else 4))
+    return list(one_flag_odd(folder, 1 if pytestconfig.getoption("--nightly") else 4))
 
 
 def judged(calls: list[Call], folder: Path) -> str:
     return "\n".join(faults(Calls("command_line", folder, SHORT).ended(calls), PROGRAM))
 
 
+@pytest.mark.pure
 def test_the_kinds_of_each_flag_are_told_by_its_declaration():
     """Or it would get all values there are, of which most say nothing about it."""
     unknown = {flag.name for command in _program.commands for flag in flags_of(command).values() if not flag.kinds}
@@ -153,7 +156,7 @@ def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(odd_call
 def test_two_odd_flags_end_soon_and_a_refusal_is_one_line_that_names_one(
     odd_calls: list[Call], folder: Path, pytestconfig
 ):
-    pairs = 400 if pytestconfig.getoption("--full-matrix") else 200
+    pairs = 400 if pytestconfig.getoption("--nightly") else 200
     said = judged(list(of_two(odd_calls, pairs)), folder)
     assert not said, said
 
@@ -163,7 +166,7 @@ def test_every_file_with_one_fault_ends_soon_and_a_refusal_is_one_line(sort: str
     place = folder / sort
     place.mkdir()
     good = files.good(place)
-    wrong = files.mutations(good[sort], 400 if pytestconfig.getoption("--full-matrix") else 30)
+    wrong = files.mutations(good[sort], 400 if pytestconfig.getoption("--nightly") else 30)
     known = {(command, flag): flags_of(command) for command in _program.commands for flag in flags_of(command)}
     calls = []
     for (command, flag), flags in known.items():

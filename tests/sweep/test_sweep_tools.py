@@ -15,6 +15,8 @@ from tests.sweep.programs import click_command
 from tests.sweep.values import values
 from tests.sweep.worker import ROOT, Call, Calls
 
+pytestmark = pytest.mark.nightly
+
 # Programs that people call, each with a call that works and is soon over. The others are parts of these.
 GRID = "--model 9.6B --gpus 8 --batch-size 8 --method 1F1B --jobs 1"
 BASES: dict[str, list[str]] = {
@@ -74,6 +76,7 @@ def calls_of(tool: str, places: tuple[list[str], list[str]], every: int) -> Sequ
     return calls
 
 
+@pytest.mark.pure
 def test_every_program_of_tools_is_swept():
     programs = {
         f"tools.{path.stem}"
@@ -87,7 +90,7 @@ def test_every_program_of_tools_is_swept():
 def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
     tool: str, places: tuple[list[str], list[str]], folder: Path, pytestconfig: pytest.Config
 ):
-    every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 8)
+    every = 1 if pytestconfig.getoption("--nightly") else SLOW.get(tool, 8)
     calls = calls_of(tool, places, every)
     said = "\n".join(faults(Calls(tool, folder).ended(calls), tool.rpartition(".")[2]))
     assert not said, said

@@ -21,6 +21,8 @@ from tests.sweep.judged import faults
 from tests.sweep.values import Kind, short, values
 from tests.sweep.worker import Call, Calls
 
+pytestmark = pytest.mark.nightly
+
 PROGRAM = "pretrain_gpt.py: error: "
 JOB = [*MODEL, *UNTIED, "--train-iters", "10", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 DRY = "--pipeline-dry-run"
@@ -109,7 +111,7 @@ def before_megatron(calls: list[Call], folder: Path) -> str:
 
 
 def test_our_flags_are_refused_in_one_line_before_megatron_is_imported(places, folder: Path, pytestconfig):
-    every = 1 if pytestconfig.getoption("--full-matrix") else 4
+    every = 1 if pytestconfig.getoption("--nightly") else 4
     said = before_megatron(list(calls_of(ours(), places, every)), folder)
     assert not said, said
 
@@ -128,7 +130,7 @@ def test_our_flags_without_what_they_go_with_are_refused_in_one_line(places, fol
 
 def test_sizes_of_megatrons_are_refused_in_one_line_before_it_is_imported(folder: Path, pytestconfig: pytest.Config):
     calls = [call for call in calls_of(stock(), ([], []), 1) if call.arguments]
-    said = before_megatron(calls if pytestconfig.getoption("--full-matrix") else calls[::SAMPLE], folder)
+    said = before_megatron(calls if pytestconfig.getoption("--nightly") else calls[::SAMPLE], folder)
     assert not said, said
 
 
@@ -150,7 +152,7 @@ def test_an_odd_environment_is_refused_in_one_line_or_left_to_megatron(name: str
 
 def test_dry_runs_end_with_a_plan_or_in_one_line(places, folder: Path, pytestconfig: pytest.Config):
     """Those of flags that the checks before Megatron let pass, or leave to it."""
-    every = 1 if pytestconfig.getoption("--full-matrix") else 48
+    every = 1 if pytestconfig.getoption("--nightly") else 48
     flags = [flag for flag in (*ours(), *stock()) if flag.name != ASSERTED]
     calls = list(calls_of(flags, places, every))
     early = Calls("before_megatron", folder).ended(calls if every == 1 else calls[::SAMPLE])
@@ -164,10 +166,12 @@ def test_dry_runs_end_with_a_plan_or_in_one_line(places, folder: Path, pytestcon
     assert not said, said
 
 
+@pytest.mark.pure
 def test_the_kinds_of_each_of_our_flags_are_told_by_its_declaration():
     assert {flag.name for flag in ours() if not flag.kinds} == set()
 
 
+@pytest.mark.pure
 def test_a_number_is_what_a_size_of_megatrons_is():
     kinds = {flag.name: flag.kinds for flag in stock()}
     assert kinds["--hidden-size"] == {Kind.NUMBER}

@@ -21,7 +21,7 @@ def timeline(name: str, ranks: int = 2, microbatches: int = 4) -> Timeline:
     return simulate(schedule, request.costs_on(schedule.placement))
 
 
-@pytest.mark.full_matrix  # some seconds of starting processes
+@pytest.mark.nightly  # some seconds of starting processes
 def test_plans_take_their_planned_time() -> None:
     plans = [(name, timeline(name)) for name in ("v-half", "1f1b")]
     for found in emulate_plans.emulate(plans, 10):

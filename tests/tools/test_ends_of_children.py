@@ -18,6 +18,8 @@ import pytest
 from tests import endless
 from tests.waiting import until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 POOL = """
 from megatron.schedules.utils.child_processes import worker_pool
@@ -115,6 +117,7 @@ def test_a_tool_that_is_told_to_end_does_so_with_its_workers(how: signal.Signals
         assert endless.all_end(children)
 
 
+@pytest.mark.job
 def test_a_killed_grid_search_leaves_no_process(tmp_path: Path) -> None:
     size = ["--model", "98.5B", "--gpus", "40", "--sequence-length", "16384", "--batch-size", "160"]
     command = [sys.executable, str(ROOT / "tools/grid_search.py"), *size, "--save-memory", "--jobs", "2"]
@@ -195,6 +198,7 @@ def test_no_worker_imports_from_the_working_directory(text: str, tmp_path: Path)
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("folder", [".", "benchmarks", "tools", "scripts"])
 def test_no_program_lies_beside_a_file_named_as_a_module_of_the_standard_library(folder: str) -> None:
     # A script's own folder comes first when it imports.

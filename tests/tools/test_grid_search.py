@@ -130,6 +130,7 @@ def test_what_is_wrong_is_said_in_a_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_a_setting_runs_through_the_main_program(tmp_path: Path):
     sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"
     model = Model("tiny", f"{sizes} --untie-embeddings-and-output-weights")

@@ -207,6 +207,7 @@ def test_json_keys_are_not_for_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     source, out = (
         write_jsonl(tmp_path / "a.jsonl", *({"text": "many words " * 200} for _ in range(20))),

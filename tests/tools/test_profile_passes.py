@@ -87,6 +87,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
+@pytest.mark.job
 def test_a_profile_is_a_jobs_with_times_and_bytes_of_all_three_parts(tmp_path):
     output = tmp_path / "profile.json"
     job = "--vocab-size 90 --pipeline-model-parallel-size 3 --pipeline-schedule v-half --global-batch-size 24".split()
@@ -120,6 +121,7 @@ def test_a_profile_is_a_jobs_with_times_and_bytes_of_all_three_parts(tmp_path):
     assert embedding.sizes[Share.WEIGHTS] == 0 < embedding.held
 
 
+@pytest.mark.nightly
 def test_flags_that_megatron_refuses_are_one_line(tmp_path):
     done = run("--output", str(tmp_path / "x.json"), *SHAPE, "--no-such-flag")
     assert done.returncode == 2

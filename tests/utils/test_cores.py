@@ -33,7 +33,7 @@ def test_the_plan_is_the_same_on_however_many_threads(request_: Request, monkeyp
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.full_matrix
+@pytest.mark.nightly
 def test_so_are_the_layers(monkeypatch: pytest.MonkeyPatch):
     asked = Request("adaptive", 3, 6, with_an_output_layer(12, shared=False), memory_limit=0.9, search_seconds=0.05)
     found = []

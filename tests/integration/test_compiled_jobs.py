@@ -15,6 +15,8 @@ from tests.integration.features import MODERN, OVERLAP, TENSOR
 from tests.integration.results import MODEL, UNTIED, Logged
 from tests.integration.server import Megatron
 
+pytestmark = pytest.mark.nightly
+
 FUSED = [flag for flag in MODEL if flag != "--no-bias-dropout-fusion"]
 JOB = [*FUSED, *UNTIED, *"--num-layers 4 --train-iters 2 --global-batch-size 4 --clip-grad 1000".split()]
 JOB += ["--pipeline-model-parallel-size", "2"]
@@ -58,7 +60,7 @@ def stock(compiling: Megatron) -> dict[str, Logged]:
 @pytest.mark.parametrize(
     ("job", "schedule"),
     [
-        pytest.param(job, schedule, marks=() if (job, schedule) in USUAL else pytest.mark.full_matrix)
+        pytest.param(job, schedule, marks=() if (job, schedule) in USUAL else pytest.mark.nightly)
         for job in JOBS
         for schedule in SCHEDULES
     ],
