@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
@@ -14,10 +14,11 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
+from megatron.schedules.utils.cores import on_all_cores
 from megatron.schedules.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from megatron.schedules.search.climb import Trials
+    from megatron.schedules.search.climb import Entry, OrderClimb, Trials
 
 Partition = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
@@ -59,7 +60,12 @@ class Planned:
     @property
     def effort(self) -> float:
         """Effort of one plan, in passes that the compiled function schedules."""
-        return _IN_PYTHON * self.size + 2 * self._rounds * (self.size + _CALL) * self._climbs
+        return _IN_PYTHON * self.size + self.climbed * self._climbs
+
+    @property
+    def climbed(self) -> float:
+        """Effort of a climb from both starts, in the same unit."""
+        return 2 * self._rounds * (self.size + _CALL)
 
     @property
     def count(self) -> int:
@@ -75,27 +81,18 @@ class Planned:
         """Returns the ``number`` partitions with the shortest plans, shortest first."""
         return sorted(self._known, key=lambda partition: (self._known[partition], partition))[:number]
 
-    def promising(
-        self, partitions: Sequence[Partition], number: int, worth: float, progress: Progress
-    ) -> list[Partition]:
-        """Returns at most ``number`` partitions that climbs find best, the best first.
+    def entry(self, partition: Partition) -> Entry:
+        """The climbs' problem for ``partition``, with the starts that fit."""
+        return self._trials.entry(with_layers(self._request, partition).costs_on(self._placement))
 
-        All climbs compete for the effort of ``worth`` plans. Most of it goes to the best partitions.
-        """
-        from megatron.schedules.search.climb import contest
+    def learn(self, climb: OrderClimb) -> None:
+        """Makes the order of ``climb`` the next start if it is the shortest so far."""
+        self._trials.learn(climb)
 
-        trials, entries = self._trials, {}
-        for partition in partitions:
-            entry = trials.entry(with_layers(self._request, partition).costs_on(self._placement))
-            if entry.starts:
-                entries[partition] = entry
-        if not entries:
-            return []
-        passes = worth * 2 * self._rounds * (self.size + _CALL)
-        climbs = dict(zip(entries, contest(list(entries.values()), self._limit, passes, progress), strict=True))
-        for climb in climbs.values():
-            trials.learn(climb)
-        return sorted(climbs, key=lambda partition: climbs[partition].makespan)[:number]
+    @property
+    def limit(self) -> float:
+        """Memory limit, microbatches on an average rank."""
+        return self._limit
 
     @property
     def microbatches(self) -> int:
@@ -104,8 +101,21 @@ class Planned:
     def makespan(self, partition: Partition) -> float:
         """Makespan of the plan for ``partition``; infinite if it needs too much memory."""
         if partition not in self._known:
-            self._known[partition] = self._climbed(partition) if self._climbs else self._named(partition)
+            if self._climbs:
+                self.keep(partition, self.climb(self.entry(partition)))
+            else:
+                self._known[partition] = self._named(partition)
         return self._known[partition]
+
+    def climb(self, entry: Entry) -> OrderClimb | None:
+        """Climbs from the starts of ``entry``; returns None if it has none."""
+        return self._trials.climb(entry)
+
+    def keep(self, partition: Partition, climb: OrderClimb | None) -> None:
+        """Keeps the result of a climb for ``partition``; with None, that it needs too much memory."""
+        self._known[partition] = climb.makespan if climb else math.inf
+        if climb:
+            self.learn(climb)
 
     def _named(self, partition: Partition) -> float:
         request = with_layers(self._request, partition)
@@ -122,8 +132,44 @@ class Planned:
 
         return Trials(self._placement, self.microbatches, self._limit, self._rounds)
 
-    def _climbed(self, partition: Partition) -> float:
-        return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))
+
+def promising(
+    fields: Sequence[tuple[Planned, Sequence[Partition]]], number: int, worth: float, progress: Progress
+) -> list[tuple[Planned, Partition]]:
+    """Returns at most ``number`` partitions that climbs find best, the best first.
+
+    All climbs compete for the effort of ``worth`` plans. Most of it goes to the best partitions.
+
+    Args:
+        fields: for each placement its plans, and the partitions to compare.
+        number: number of partitions.
+        worth: effort, in plans of the placement with most stages.
+        progress: receives the progress.
+    """
+    from megatron.schedules.search.climb import contest
+
+    entries = {
+        (planned, partition): entry
+        for planned, partitions in fields
+        for partition in partitions
+        if (entry := planned.entry(partition)).starts
+    }
+    if not entries:
+        return []
+    passes = worth * max(planned.climbed for planned, _ in entries)
+    limit = max(planned.limit for planned, _ in entries)
+    climbs = dict(zip(entries, contest(list(entries.values()), limit, passes, progress), strict=True))
+    for (planned, _), climb in climbs.items():
+        planned.learn(climb)
+    return sorted(climbs, key=lambda field: climbs[field].makespan)[:number]
+
+
+def plan_together(candidates: Sequence[tuple[Planned, Partition]]) -> None:
+    """Plans all ``candidates`` by climbs at the same time. None learns from another."""
+    entries = [planned.entry(partition) for planned, partition in candidates]
+    jobs = [partial(planned.climb, entry) for (planned, _), entry in zip(candidates, entries, strict=True)]
+    for (planned, partition), climb in zip(candidates, on_all_cores(jobs), strict=True):
+        planned.keep(partition, climb)
 
 
 def with_layers(request: Request, partition: Partition) -> Request:

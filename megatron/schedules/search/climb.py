@@ -292,12 +292,17 @@ class Trials:
         if climb.makespan < self._length:
             self._best, self._length = (climb.problem, climb.best), climb.makespan
 
+    def climb(self, entry: Entry) -> OrderClimb | None:
+        """Climbs from the starts of ``entry``; returns None if it has none. It learns nothing."""
+        if not entry.starts:
+            return None
+        (climb,), _ = race([entry], self._limit, self._rounds * len(entry.starts) * entry.problem.effort)
+        return climb
+
     def makespan(self, costs: StageCosts) -> float:
         """Returns the makespan that a climb finds under ``costs``; infinite if nothing fits."""
-        entry = self.entry(costs)
-        if not entry.starts:
+        climb = self.climb(self.entry(costs))
+        if climb is None:
             return math.inf
-        budget = self._rounds * len(entry.starts) * entry.problem.effort
-        (climb,), _ = race([entry], self._limit, budget)
         self.learn(climb)
         return climb.makespan
