@@ -50,39 +50,34 @@ report() {
   fi
 }
 
-tests() { python -m pytest tests -p no:cacheprovider --durations=10 --durations-min=1 "$@"; }
+tests() { python -m pytest -p no:cacheprovider --durations=10 --durations-min=1 "$@"; }
 
-# in_two <marks> <option>: Jobs of several ranks mostly wait for one another. Pure tests run at the same time, and are
-# shown afterwards.
-in_two() {
-  local pure status
-  pure=$(mktemp)
-  trap 'rm -f "$pure"' EXIT
-  trap 'kill 0' INT TERM
-  tests -m pure >"$pure" 2>&1 &
-  echo "== pytest -m \"$1\", at the same time as -m pure"
-  tests -m "$@"
-  report "pytest -m \"$1\"" "$begun" $?
-  wait $!
-  status=$?
-  echo "== pytest -m pure"
-  cat "$pure"
-  report "pytest -m pure" "$begun" "$status"
-}
+# Two halves run at the same time: jobs of several ranks mostly wait for one another.
+one=(tests -m job) other=(tests -m pure)
+case ${1-} in
+night) one=(tests -m "job or nightly" --nightly) ;;
+pure) one=(tests/planner tests/search -m pure) other=(tests --ignore=tests/planner --ignore=tests/search -m pure) ;;
+?*) one=() ;;
+esac
 
 begun=$SECONDS
-case ${1-} in
-"") in_two job ;;
-night) in_two "job or nightly" --nightly ;;
-pure)
-  tests -m pure
-  report "pytest -m pure" "$begun" $?
-  ;;
-*)
+if ((${#one[@]})); then
+  others=$(mktemp)
+  trap 'rm -f "$others"' EXIT
+  trap 'kill 0' INT TERM
+  tests "${other[@]}" >"$others" 2>&1 &
+  echo "== pytest ${one[*]}, at the same time as pytest ${other[*]}"
+  tests "${one[@]}"
+  report "pytest ${one[*]}" "$begun" $?
+  wait $!
+  status=$?
+  echo "== pytest ${other[*]}"
+  cat "$others"
+  report "pytest ${other[*]}" "$begun" "$status"
+else
   python -m pytest "$@"
   report pytest "$begun" $?
-  ;;
-esac
+fi
 
 if ((${#failed[@]})); then
   (IFS=,; echo "== failed: ${failed[*]}" | sed 's/,/, /g')

@@ -133,7 +133,7 @@ def test_a_job_that_is_warned_before_it_saves_tries_three_times(
     assert "nothing saved since iteration 0: not queued again" in output
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [

@@ -68,7 +68,7 @@ def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
     assert _most(found) <= (1 - RESERVED) * device
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 def test_a_plan_that_holds_more_messages_is_made_again_within_less_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planning, "MESSAGES", 1)
     settings = Settings(ScheduleChoice("auto", "auto"), search_seconds=0.1)

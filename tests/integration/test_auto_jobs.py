@@ -57,7 +57,7 @@ def test_megatron_is_told_to_leave_its_own_recompute_out(megatron):
     assert re.search(r"\n +recompute_granularity \.+ None\n", printed)
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(megatron):
     ((status, whole),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", "2x64GiB"])
     assert status == 0, whole

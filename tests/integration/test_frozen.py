@@ -13,7 +13,7 @@ JOB = "--train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2".s
 JOB += "--dist-ckpt-strictness ignore_all --lr 1e-2".split()
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 @pytest.mark.feature("LoRA: frozen model, low-rank adapters")
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_low_rank_adapters(train: Training, schedule: str) -> None:

@@ -29,7 +29,9 @@ HOW = {
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("how", ["recompute", pytest.param("both", marks=pytest.mark.nightly), "offload"])
+@pytest.mark.parametrize(
+    "how", ["recompute", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("both", "offload"))]
+)
 def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
     stock = train.stock(4, *JOB)

@@ -75,7 +75,6 @@ HIDING = {
 SPLITTING = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "late")
 HIDING_USUAL = {
     ("expert parallel 2, hidden messages", "v-half"),
-    ("expert parallel 2, DeepEP, hidden messages", "late"),
 }
 # Those that the page on compatibility names.
 HIDING_SHOWN = {

@@ -22,7 +22,7 @@ def test_the_bounds_of_a_sample_end_where_the_sample_does(megatron):
     assert megatron("packed_sequences", [0, 16], 16) == ([0, 16], [0, 16], 16, 16)
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 @pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
 def test_every_rank_sees_the_bounds_and_results_are_stocks(train, setting, schedule):
     samples, flags = SETTINGS[setting]

@@ -43,7 +43,7 @@ USUAL = [("PP2", "1f1b", "packed")]
 PLANNED = "--pipeline-plan-lengths"
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "schedule", "samples"),
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly) for case in CASES],

@@ -167,11 +167,9 @@ ORDERS = {
     "hidden messages": "v-zb --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
 USUAL = {
-    ("distributed optimizer", "v-half"),
     ("fused accumulation", "recompute"),
     ("FP8 delayed", "vocabulary"),
     ("NVFP4", "zb-1p"),
-    ("MXFP8, primary weights", "v-half"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}

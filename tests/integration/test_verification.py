@@ -12,6 +12,7 @@ import pytest
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_core_loops import CHUNKS, PIPELINE
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import some_by_night
 
 JOB = [*MODEL, *UNTIED, "--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
 EQUAL = re.compile(r"verify: gradients +(\d+) parameters on (\d+) ranks: all equal to the bit")
@@ -41,11 +42,10 @@ RIGHT = {
     "large vocabulary": (2, "v-half", "--pipeline-vocabulary-parallel"),
     "nothing split": (2, "1f1b", "--hidden-dropout 0.1"),
 }
-RARE = {"large vocabulary": pytest.mark.nightly}
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("case", [pytest.param(case, marks=RARE.get(case, ())) for case in RIGHT])
+@pytest.mark.parametrize("case", some_by_night(RIGHT, lambda case: "data parallel" not in case))
 def test_a_right_job_ends_with_0_before_its_second_iteration(megatron: Any, case: str) -> None:
     world, schedule, flags = RIGHT[case]
     status, printed = ended(megatron, world, schedule, flags)
@@ -67,7 +67,7 @@ WRONG = {
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", some_by_night(WRONG, lambda fault: fault not in ("W left out", "hook fires twice")))
 def test_a_planted_fault_ends_every_rank_with_1(megatron: Any, fault: str) -> None:
     status, printed = ended(megatron, 2, "v-half", "--pipeline-costs 1,1,1", fault)
     assert status == 1 and "WRONG" in printed, printed[-3000:]

@@ -53,7 +53,7 @@ SETTINGS = {
         False,
     ),
 }
-USUAL = {("two ranks", "1f1b"), ("tied", "v-half"), ("sequence parallel", "v-half")}
+USUAL = {("tied", "v-half"), ("sequence parallel", "v-half")}
 EVERYWHERE = ("two ranks", "tied", "sequence parallel", "overlapped reduction")
 FEATURE = "vocabulary shared by all ranks"
 

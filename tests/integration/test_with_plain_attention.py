@@ -34,7 +34,6 @@ SETTINGS = {
 }
 USUAL = {
     "context parallel 2": ("v-half",),
-    "multi-latent attention, full recompute": ("adaptive",),
 }
 
 

@@ -30,7 +30,7 @@ def scarce(name: str) -> Request:
     return request_of(job_plans([name], [], settings, 4, 4, MODEL, FLAGS).specs[0]).request
 
 
-@pytest.mark.parametrize("name", [by_night("adaptive"), "auto"])
+@pytest.mark.parametrize("name", [by_night("adaptive"), by_night("auto")])
 def test_layers_are_placed_where_no_plan_exists_without_recompute(name: str):
     asked = scarce(name)
     found, even = make_plan(asked), make_plan(replace(asked, partition=False))
