@@ -18,13 +18,13 @@ from megatron.schedules.job import least_memory
 from megatron.schedules.job.checks import check_model, validate
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.job.plan_job import JobPlan, plan_job
-from megatron.schedules.planner import layer_partition, memory_saving, service
+from megatron.schedules.planner import memory_saving, partition_search, service
 from megatron.schedules.utils.cores import THREADS_VARIABLE
 
 # Searches of this many seconds, and with these constants, find poor plans, which promises hold for all the same.
 _SECONDS = 0.02
 _CONSTANTS: dict[Any, dict[str, float]] = {
-    layer_partition: {
+    partition_search: {
         "_EFFORT": 20_000,
         "_NAMED_EFFORT": 10_000,
         "_FEWEST_PLANS": 4,

@@ -231,7 +231,7 @@ def test_the_search_keeps_within_its_budget_of_passes(monkeypatch, name: str, d:
         return lower_bound(placement, *more)
 
     monkeypatch.setattr("megatron.schedules.planner.partition_plans.unchecked_plan", counted_plan)
-    monkeypatch.setattr("megatron.schedules.planner.layer_partition.lower_bound", counted_bound)
+    monkeypatch.setattr("megatron.schedules.planner.partition_search.lower_bound", counted_bound)
     partition_layers(asked(name, d, n, layers))
     # As many passes again for the plans of the whole request, of which some are always made.
     always = (24 + 13) * (3 * 2 * d * n + 2000)
@@ -246,7 +246,7 @@ def test_no_partition_is_bounded_twice(monkeypatch):
         seen.append((tuple(costs.times[Kind.F]), microbatches))
         return lower_bound(placement, microbatches, costs, limit)
 
-    monkeypatch.setattr("megatron.schedules.planner.layer_partition.lower_bound", once)
+    monkeypatch.setattr("megatron.schedules.planner.partition_search.lower_bound", once)
     partition_layers(asked("zb-1p", 4, 8, 16))
     assert len(seen) == len(set(seen))
 

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, permutations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.partition_plans import Partition, Planned, few_microbatches, levelled, with_layers
 from megatron.schedules.planner.registry import Request, follows_costs
-from megatron.schedules.schedule.kinds import COMPUTING, Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -77,12 +73,14 @@ class PartitionSearch:
     """
 
     def __init__(self, request: Request, where: Placement) -> None:
+        from megatron.schedules.planner.busy_times import BusyTimes  # which needs numpy
+
         self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self.named = request.schedule != "adaptive"
         self._limit = math.inf if self.named else limit_in_microbatches(request)
         self._bounds: dict[tuple[Partition, int], float] = {}
-        self._busy = _BusyTimes(request, where)
+        self._busy = BusyTimes(request, where)
         few = few_microbatches(request)
         self._planned = Planned(
             replace(request, microbatches=few), where, self._limit, _rounds(_ROUNDS, _PASSES, where, few)
@@ -240,49 +238,6 @@ class PartitionSearch:
         on_stages = with_layers(self._request, partition).costs_on(self.placement)
         limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self.placement))
         return lower_bound(self.placement, microbatches, on_stages, limit)
-
-
-class _BusyTimes:
-    """Computing times of the ranks under many partitions, without costs made anew for each.
-
-    The time of a stage depends on its last layer and on the number of its layers alone.
-    """
-
-    def __init__(self, request: Request, where: Placement) -> None:
-        self._request, self._placement = request, where
-        layers = len(request.costs.model.layers)
-        # Of F and of all computing, by stage, number of layers up to its last one, and number of its own.
-        self._times = np.zeros((2, where.stages, layers + 1, layers + 1))
-        self._known = np.zeros((where.stages, layers + 1, layers + 1), dtype=np.bool_)
-
-    def of(self, partitions: Sequence[Partition], microbatches: int) -> NDArray[np.float64]:
-        """Computing time of each rank, after the forwards that lead to its first stage; a row for each partition."""
-        counts = np.array(partitions)
-        index = np.arange(counts.shape[1]), counts.cumsum(axis=1), counts
-        for row in np.flatnonzero(~self._known[index].all(axis=1)):
-            self._learn(partitions[int(row)])
-        forwards, every = self._times[:, *index]
-        heads = np.pad(forwards.cumsum(axis=1), ((0, 0), (1, 0)))
-        ranks = [self._placement.stages_of(rank) for rank in range(self._placement.ranks)]
-        busy = [heads[:, stages[0]] + microbatches * _summed(every[:, list(stages)].T) for stages in ranks]
-        return np.stack(busy, axis=1)
-
-    def _learn(self, partition: Partition) -> None:
-        times = with_layers(self._request, partition).costs_on(self._placement).times
-        computing = (of_stages for kind, of_stages in times.items() if kind in COMPUTING)
-        index = np.arange(len(partition)), np.cumsum(partition), np.array(partition)
-        self._times[:, *index] = times[Kind.F], [sum(of_stage) for of_stage in zip(*computing, strict=True)]
-        self._known[index] = True
-
-
-def _summed(parts: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Adds arrays as :func:`sum` adds floats, with the rounding errors, so that moves that are equal stay so."""
-    total = lost = np.zeros(())
-    for part in parts:
-        now = total + part
-        lost = lost + np.where(abs(total) >= abs(part), (total - now) + part, (part - now) + total)
-        total = now
-    return np.asarray(total + lost)
 
 
 def _rounds(most: int, passes: int, where: Placement, microbatches: int) -> int:
