@@ -104,7 +104,7 @@ def _raced(searches: Sequence[PartitionSearch], progress: Progress) -> Found:
     progress(len(searches) * share)
     shortest = min(search.found.makespan for search in searches)
     near = [search for search in searches if search.found.makespan <= NEAR * shortest]
-    fields = [(search.whole, search.hopeful(shortest)) for search in near]
+    fields = [(search.whole, search.candidates(shortest)) for search in near]
     best = promising(fields, _LAST, _CONTEST, lambda part: progress(part * _CONTEST * share))
     plan_together(best)
     progress(_LAST * share)

@@ -60,10 +60,10 @@ class Planned:
     @property
     def effort(self) -> float:
         """Effort of one plan, in passes that the compiled function schedules."""
-        return _IN_PYTHON * self.size + self.climbed * self._climbs
+        return _IN_PYTHON * self.size + self.climb_effort * self._climbs
 
     @property
-    def climbed(self) -> float:
+    def climb_effort(self) -> float:
         """Effort of a climb from both starts, in the same unit."""
         return 2 * self._rounds * (self.size + _CALL)
 
@@ -156,7 +156,7 @@ def promising(
     }
     if not entries:
         return []
-    passes = worth * max(planned.climbed for planned, _ in entries)
+    passes = worth * max(planned.climb_effort for planned, _ in entries)
     limit = max(planned.limit for planned, _ in entries)
     climbs = dict(zip(entries, contest(list(entries.values()), limit, passes, progress), strict=True))
     for (planned, _), climb in climbs.items():

@@ -176,7 +176,7 @@ class PartitionSearch:
         (best,) = self.whole.shortest(1)
         return Found(best, self.placement, self.whole.makespan(best), self.whole.schedule)
 
-    def hopeful(self, shortest: float) -> list[Partition]:
+    def candidates(self, shortest: float) -> list[Partition]:
         """The best partitions of the search, the even one, and those one layer away from it, if bounds allow them.
 
         Those that cannot be shorter than ``shortest`` are left out.
