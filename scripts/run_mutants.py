@@ -1,8 +1,8 @@
 """Puts planted faults into a copy of the repository, one after another, and says which the tests notice.
 
-    python scripts/run_mutants.py                                       all faults, all tests: hours
+    python scripts/run_mutants.py                                       all faults, the tests of the day: hours
     python scripts/run_mutants.py --fault "a V" tests/schedule          faults whose name has these words
-    python scripts/run_mutants.py -- tests/planner -m "not nightly"
+    python scripts/run_mutants.py -- tests/planner -m pure
 
 Other arguments go to pytest. The faults are in tests/mutants/mutants.toml. Ends with 1 if a fault is not noticed.
 """

@@ -15,6 +15,8 @@ import covertable
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.tiers import some_by_night
+
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 CHUNKS = {"zb-1p": 1, "adaptive": 4}  # of eight layers on two ranks; two where nothing is said
 
@@ -159,7 +161,7 @@ class Case(NamedTuple):
 
 def each_schedule(*usual: str) -> list[ParameterSet]:
     """Parameters of a test: ``usual`` schedules always, the others when the full matrix is asked for."""
-    return [pytest.param(name, marks=() if name in usual else pytest.mark.nightly) for name in SCHEDULES]
+    return some_by_night(SCHEDULES, lambda name: name not in usual)
 
 
 def each_setting(settings: Iterable[str], usual: Mapping[str, Sequence[str]]) -> list[ParameterSet]:

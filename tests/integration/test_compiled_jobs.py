@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -38,7 +39,6 @@ JOBS = {
     ),
     "multi-token prediction": (2, f"--mtp-num-layers 1 {MODERN}"),
 }
-USUAL = {("GELU", "v-half"), ("Llama, fused cross entropy", "adaptive with recompute")}
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,7 @@ def stock(compiling: Megatron) -> dict[str, Logged]:
 
 @pytest.mark.parametrize(
     ("job", "schedule"),
-    [
-        pytest.param(job, schedule, marks=() if (job, schedule) in USUAL else pytest.mark.nightly)
-        for job in JOBS
-        for schedule in SCHEDULES
-    ],
+    product(JOBS, SCHEDULES),
 )
 def test_compiled_functions_give_stocks_result(
     compiling: Megatron, stock: dict[str, Logged], job: str, schedule: str

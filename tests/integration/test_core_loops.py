@@ -16,6 +16,7 @@ import torch
 
 from tests.integration.results import Call, Done
 from tests.integration.server import ROOT
+from tests.tiers import some_by_night
 from tests.waiting import HANGS_S
 
 PIPELINE, CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -80,8 +81,7 @@ def stock(megatron: Any) -> Callable[..., list[list[Done]]]:
 
 
 def _some(schedules: Any, default: Sequence[str]) -> list[Any]:
-    marks = {name: () if name in default else pytest.mark.nightly for name in schedules}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+    return some_by_night(schedules, lambda name: name not in default)
 
 
 @pytest.mark.job

@@ -10,6 +10,7 @@ from tests.integration.features import each_setting
 from tests.integration.results import MODEL, UNTIED, Call
 from tests.integration.test_core_loops import gradients, same
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
+from tests.tiers import by_night
 
 JOB = ("--train-iters", "3", "--global-batch-size", "4", "--reset-attention-mask", "--reset-position-ids")
 JOB += ("--eod-mask-loss", *CLIP_NOTHING)
@@ -58,7 +59,7 @@ def test_a_resumed_job_reads_on_where_the_other_stopped_on_every_stage(train, tm
     ("schedule", "world", "flags"),
     [
         ("v-half", 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-        pytest.param("adaptive", 2, (), marks=pytest.mark.nightly),
+        by_night("adaptive", 2, ()),
     ],
 )
 def test_a_script_that_asks_megatron_where_to_read_reads_on_every_stage(train, schedule, world, flags):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.results import MODEL, UNTIED
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import by_night
 
 MOST_ERROR, LIMITED_ERROR = 0.10, 0.05
 SIZE = shlex.split("""
@@ -133,7 +134,7 @@ def test_attention_in_one_kernel_keeps_no_scores(megatron, flags: str):
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
 
 
-@pytest.mark.parametrize("schedule", ["v-min", pytest.param("zb-1p", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["v-min", by_night("zb-1p")])
 def test_so_it_is_on_four_ranks(megatron, schedule: str):
     flags = [*SIZE, "--global-batch-size", "8", "--pipeline-model-parallel-size", "4", "--pipeline-schedule", schedule]
     ranks, said = megatron("held_and_estimated", 4, [*MODEL, *UNTIED, *flags])

@@ -31,10 +31,10 @@ MODELS = {
 RANKS = (2, 4)
 LIMITS = ("0.7", "20GiB")
 MICROBATCHES = 8
-SETTINGS = [
-    pytest.param(*setting, marks=pytest.mark.nightly if setting[1] == 2 else ())
-    for setting in product(MODELS, RANKS, LIMITS, ("auto", "adaptive"))
-]
+SETTINGS = some_by_night(
+    product(MODELS, RANKS, LIMITS, ("auto", "adaptive")),
+    lambda model, ranks, limit, schedule: ranks == 2,
+)
 
 
 def in_a_job(model: str, ranks: int, limit: str, schedule: str, *more: str) -> JobPlan:
@@ -46,10 +46,7 @@ def in_a_job(model: str, ranks: int, limit: str, schedule: str, *more: str) -> J
     return job_of(args)
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "limit", "schedule"),
-    some_by_night(SETTINGS, lambda model, *others: model == "selective recompute"),
-)
+@pytest.mark.parametrize(("model", "ranks", "limit", "schedule"), SETTINGS)
 def test_all_front_doors_make_one_plan(
     model: str, ranks: int, limit: str, schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from tests.integration.conftest import Training
 from tests.integration.features import CHUNKS, MODERN, MOE_ALLTOALL, each_schedule
 from tests.integration.test_same_result import under
 from tests.integration.test_te_jobs import assert_stocks
+from tests.tiers import by_night
 
 MODEL = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm --spec tests.integration.plain_mixer STACK"
 JOB = "--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2 --clip-grad 0".split()
@@ -37,8 +38,8 @@ def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training,
     ("schedule", "layers"),
     [
         ("v-half", ""),
-        pytest.param("v-half", "2,0,5,5", marks=pytest.mark.nightly),
-        pytest.param("zb-1p", "4,8", marks=pytest.mark.nightly),
+        by_night("v-half", "2,0,5,5"),
+        by_night("zb-1p", "4,8"),
     ],
 )
 def test_a_pattern_without_segments_is_divided_as_other_layers_are(

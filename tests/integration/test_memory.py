@@ -10,6 +10,7 @@ import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from tests.integration.results import MODEL, UNTIED
+from tests.tiers import by_night
 
 JOB = "--train-iters 2 --num-layers 16 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
 
@@ -38,7 +39,7 @@ def _peak(row, share: float) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", [4, by_night(8)])
 def test_bytes_held_rank_as_planned(megatron, size):
     names = ("1f1b", "v-min", "v-half", "v-zb")
     worst = {name: max(held(megatron, name, size)) for name in names}
@@ -48,7 +49,7 @@ def test_bytes_held_rank_as_planned(megatron, size):
         assert worst[name] / worst["1f1b"] == pytest.approx(share, rel=0.1), name
 
 
-@pytest.mark.parametrize("limit", ["0.5", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("0.75", "1"))])
+@pytest.mark.parametrize("limit", ["0.5", *(by_night(x) for x in ("0.75", "1"))])
 def test_an_adaptive_plan_keeps_to_the_memory_it_was_given(megatron, limit):
     """A chunk's own share is not exact: embedding, output layer and loss hold something too."""
     baseline = max(held(megatron, "1f1b", 4))

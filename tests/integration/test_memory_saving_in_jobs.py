@@ -18,6 +18,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
+from tests.tiers import by_night
 
 JOB = (*UNTIED, "--global-batch-size", "8", "--train-iters", "2", "--pipeline-model-parallel-size", "4")
 LIMIT = "--pipeline-schedule adaptive:2"
@@ -29,9 +30,7 @@ HOW = {
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(
-    "how", ["recompute", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("both", "offload"))]
-)
+@pytest.mark.parametrize("how", ["recompute", by_night("both"), by_night("offload")])
 def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
     stock = train.stock(4, *JOB)
@@ -39,7 +38,7 @@ def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("how", ["recompute", pytest.param("offload", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", ["recompute", by_night("offload")])
 def test_the_first_lines_say_what_is_recomputed_or_offloaded(megatron, how):
     from tests.integration.test_refusals import JOB as ONE
     from tests.integration.test_refusals import PP4

@@ -20,6 +20,7 @@ from tests.integration.results import MODEL
 from tests.integration.server import Megatron
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
 from tests.integration.test_with_plain_attention import MLA
+from tests.tiers import by_night
 
 HIDDEN = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 JOB = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
@@ -109,10 +110,10 @@ def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setti
     ("model", "flags", "schedule"),
     [
         (EXPERTS, EP2, "late"),
-        pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.nightly),
-        pytest.param(GATHERED, EP2, "late", marks=pytest.mark.nightly),
-        pytest.param(EXPERTS, f"{EP2} {DEEP_EP}", "late", marks=pytest.mark.nightly),
-        pytest.param(EXPERTS, f"{EP2} {HYBRID_EP}", "late", marks=pytest.mark.nightly),
+        by_night(SHARED, f"{EP2} {TP2}", "v-half"),
+        by_night(GATHERED, EP2, "late"),
+        by_night(EXPERTS, f"{EP2} {DEEP_EP}", "late"),
+        by_night(EXPERTS, f"{EP2} {HYBRID_EP}", "late"),
     ],
 )
 def test_weight_gradients_run_behind_messages_once_and_in_order(

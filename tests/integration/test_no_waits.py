@@ -15,6 +15,7 @@ from tests.integration.server import Megatron
 from tests.integration.sync_detector import detected
 from tests.integration.test_moe import DEEP_EP, EP2, EXPERTS, GATHERED, HIDDEN
 from tests.integration.test_same_result import under
+from tests.tiers import by_night
 
 JOB = "--train-iters 2 --global-batch-size 4 --pipeline-model-parallel-size 2".split()
 JOBS = {
@@ -51,7 +52,7 @@ def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule:
 
 @pytest.mark.parametrize(
     "dispatcher",
-    [EXPERTS, *(pytest.param(each, marks=pytest.mark.nightly) for each in (GATHERED, f"{EXPERTS} {DEEP_EP}"))],
+    [EXPERTS, *(by_night(each) for each in (GATHERED, f"{EXPERTS} {DEEP_EP}"))],
 )
 def test_hiding_messages_of_experts_adds_no_wait(megatron: Megatron, dispatcher: str) -> None:
     """Dispatchers of stock's wait for numbers of tokens."""

@@ -16,6 +16,7 @@ from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
 from tests.programs.random_schedules import shared_plan
 from tests.support.offloaded import Distances, offloaded
+from tests.tiers import by_night, some_by_night
 
 TENSOR = "--tensor-model-parallel-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -66,10 +67,7 @@ def as_file(path: Path, schedule: Schedule, distances: Distances | None = here_a
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("setting", "schedule"),
-    [
-        pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly)
-        for case in product(SETTINGS, ("zb-1p", "v-half", "1f1b"))
-    ],
+    some_by_night(product(SETTINGS, ("zb-1p", "v-half", "1f1b")), lambda *case: case not in USUAL),
 )
 def test_gradients_are_those_of_a_run_in_which_all_stays(train, tmp_path, setting, schedule):
     ranks, flags, model, tied, attention = SETTINGS[setting]
@@ -129,7 +127,7 @@ def test_too_little_host_memory_ends_the_job_with_a_reason(megatron, tmp_path):
     assert "of host memory beside the" in line and line.endswith("or give no offload in --pipeline-save-memory")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["1f1b", by_night("zb-1p")])
 def test_offloaded_bytes_are_not_held(megatron, tmp_path, schedule):
     """Every microbatch goes as soon as it may and comes back as late, so that a rank holds little more than one."""
     made = plan(Request(schedule, 3, 6))

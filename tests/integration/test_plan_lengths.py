@@ -7,6 +7,7 @@ import torch
 
 from tests import tolerances
 from tests.integration.test_same_result import CLIP_NOTHING, differing, under
+from tests.tiers import some_by_night
 
 SAMPLES = {
     "packed": ("--dataloader-inter-document-masking",),
@@ -46,7 +47,7 @@ PLANNED = "--pipeline-plan-lengths"
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "schedule", "samples"),
-    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly) for case in CASES],
+    some_by_night(CASES, lambda *case: case not in USUAL),
 )
 def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, setting, schedule, samples):
     world, batch, flags = SETTINGS[setting]

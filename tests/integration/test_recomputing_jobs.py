@@ -30,6 +30,7 @@ from tests.integration.test_memory import JOB as SIZE
 from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
 from tests.programs.random_schedules import shared_plan, with_recompute
+from tests.tiers import by_night, some_by_night
 
 # --- layers by themselves -----------------------------------------------------------------------------------------
 
@@ -54,9 +55,9 @@ def _te(sequence_parallel: bool) -> None:
     ("linears", "tp", "sequence_parallel"),
     [
         (_te, 2, True),
-        pytest.param(_te, 1, False, marks=pytest.mark.nightly),
-        pytest.param(_local, 2, True, marks=pytest.mark.nightly),
-        pytest.param(_local, 1, False, marks=pytest.mark.nightly),
+        by_night(_te, 1, False),
+        by_night(_local, 2, True),
+        by_night(_local, 1, False),
     ],
 )
 def test_linears_split_in_a_recomputed_forward(te: Megatron, linears: Any, tp: int, sequence_parallel: bool) -> None:
@@ -166,9 +167,7 @@ def _with_recompute(schedule: Schedule, share: float = 0.7) -> Schedule:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(
-    "setting", [pytest.param(name, marks=() if name in USUAL else pytest.mark.nightly) for name in SETTINGS]
-)
+@pytest.mark.parametrize("setting", some_by_night(SETTINGS, lambda name: name not in USUAL))
 def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: str) -> None:
     """To the bit, weights after two steps too; R of most microbatches, anywhere between F and I."""
     world, name, model, flags, more = SETTINGS[setting]

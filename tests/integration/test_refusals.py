@@ -21,6 +21,7 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.results import MODEL, flags_of
+from tests.tiers import some_by_night
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [*MODEL, "--train-iters", "1"]
@@ -583,7 +584,7 @@ def test_refused(record_property, told_early, what):
 
 def in_jobs() -> list[ParameterSet]:
     """One case of each kind by day: a name, a flag, a file, a rule, the environment's; all at night."""
-    return [pytest.param(what, marks=[] if what in BY_DAY else pytest.mark.nightly) for what in REFUSED]
+    return some_by_night(REFUSED, lambda what: what not in BY_DAY)
 
 
 @pytest.mark.job

@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.conftest import Training
 from tests.integration.results import MODEL, UNTIED
+from tests.tiers import by_night
 
 JOB = [*MODEL, *UNTIED, *"--global-batch-size 8 --pipeline-model-parallel-size 2 --train-iters 9 --lr 1e-2".split()]
 NAMED = [*JOB, "--pipeline-schedule", "v-half"]
@@ -53,7 +54,7 @@ def before(megatron: Any) -> list[float]:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("sooner", "at"), [(True, 4), pytest.param(False, 9, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("sooner", "at"), [(True, 4), by_night(False, 9)])
 def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
     megatron: Any, before: list[float], early: list[str], sooner: bool, at: int
 ) -> None:

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
 from tests import tolerances
 from tests.integration.results import Result
+from tests.tiers import by_night, some_by_night
 
 SCHEDULES = ("zb-1p", "1f1b-v", "v-min", "v-half", "v-zb", "interleaved-1f1b")
 ALL = (*SCHEDULES, "1f1b", "eager-1f1b", "zb-2p", "adaptive")
@@ -44,18 +44,10 @@ def assert_same_losses(ours: Result, stock: Result, relative: float = tolerances
 USUAL = {("v-half", 4, 7), ("zb-1p", 4, 2)}
 
 
-def _wide(*schedules: str) -> list[ParameterSet]:
-    """Schedules that are run with ``--nightly`` alone."""
-    return [pytest.param(each, marks=pytest.mark.nightly) for each in schedules]
-
-
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("schedule", "size", "microbatches"),
-    [
-        pytest.param(*case, marks=() if case in USUAL else pytest.mark.nightly)
-        for case in product(SCHEDULES, (2, 4), (2, 4, 7))
-    ],
+    some_by_night(product(SCHEDULES, (2, 4), (2, 4, 7)), lambda *case: case not in USUAL),
 )
 def test_ten_iterations_give_stock_losses_and_the_same_gradients_to_the_bit(train, schedule, size, microbatches):
     job = ("--train-iters", "10", "--global-batch-size", str(microbatches))
@@ -78,10 +70,7 @@ PARALLEL_USUAL = [("1f1b-v", "PP2 DP2")]
 
 @pytest.mark.parametrize(
     ("schedule", "parallel"),
-    [
-        pytest.param(*case, marks=() if case in PARALLEL_USUAL else pytest.mark.nightly)
-        for case in product(ALL, PARALLEL)
-    ],
+    some_by_night(product(ALL, PARALLEL), lambda *case: case not in PARALLEL_USUAL),
 )
 def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
     world, size, flags = PARALLEL[parallel]
@@ -95,7 +84,7 @@ def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)], ids=["PP2", "PP4 overlapped"])
-@pytest.mark.parametrize("schedule", [pytest.param(s, marks=() if s == "v-half" else pytest.mark.nightly) for s in ALL])
+@pytest.mark.parametrize("schedule", some_by_night(ALL, lambda name: name != "v-half"))
 def test_distributed_optimizer(train, schedule, size, overlap):
     """Each rank holds a shard of the reduced gradients only, so what is compared is the weights they lead to."""
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", str(size))
@@ -142,7 +131,7 @@ def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, t
 
 
 @pytest.mark.parametrize("layers", [2, 6], ids=["ends without a layer", "ends with one layer less"])
-@pytest.mark.parametrize("schedule", ["v-half", *_wide("interleaved-1f1b", "adaptive")])
+@pytest.mark.parametrize("schedule", ["v-half", by_night("interleaved-1f1b"), by_night("adaptive")])
 def test_ends_made_lighter(train, schedule, layers):
     """The embedding and the output layer stand in for a layer each, as in the paper's models."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--num-layers", str(layers))
@@ -158,10 +147,10 @@ TIED_USUAL = [("zb-1p", ""), ("v-half", "--use-distributed-optimizer")]
 
 @pytest.mark.parametrize(
     ("schedule", "flags"),
-    [
-        pytest.param(*case, marks=() if case in TIED_USUAL else pytest.mark.nightly)
-        for case in product(("zb-1p", "v-half", "interleaved-1f1b", "adaptive"), ("", "--use-distributed-optimizer"))
-    ],
+    some_by_night(
+        product(("zb-1p", "v-half", "interleaved-1f1b", "adaptive"), ("", "--use-distributed-optimizer")),
+        lambda *case: case not in TIED_USUAL,
+    ),
 )
 def test_tied_embeddings(train, schedule, flags):
     """Two copies of one weight: their gradients are added in another order than stock's, so equal to rounding only."""
@@ -175,7 +164,7 @@ def test_tied_embeddings(train, schedule, flags):
         tolerances.assert_gradients(ours.gradients, stock.gradients)
 
 
-@pytest.mark.parametrize("schedule", ["adaptive", *_wide("zb-1p", "v-half")])
+@pytest.mark.parametrize("schedule", ["adaptive", by_night("zb-1p"), by_night("v-half")])
 def test_loss_per_token(train, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
     job += ("--calculate-per-token-loss",)
@@ -184,7 +173,7 @@ def test_loss_per_token(train, schedule):
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("schedule", ["v-half", *_wide("zb-1p", "interleaved-1f1b", "adaptive")])
+@pytest.mark.parametrize("schedule", ["v-half", by_night("zb-1p"), by_night("interleaved-1f1b"), by_night("adaptive")])
 def test_bf16(train, schedule):
     """The stages of a V differ from stock's, not the arithmetic: gradients are the same to the bit in bf16 too."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--bf16")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.server import VERSIONS, Megatron
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import by_night, some_by_night
 
 CAPABILITIES = {
     "tensorwise": "9.0",
@@ -52,7 +53,7 @@ def test_each_kind_of_linear(fp8: Any, recipe: str) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=() if name in PRIMARY else pytest.mark.nightly) for name in CAPABILITIES],
+    some_by_night(CAPABILITIES, lambda name: name not in PRIMARY),
 )
 def test_each_kind_of_linear_with_primary_weights(fp8: Any, recipe: str) -> None:
     assert fp8("every_kind", recipe, True) == [16]
@@ -64,9 +65,7 @@ def test_parts_of_primary_weights_are_main_weights_quantized(fp8: Any, recipe: s
     fp8("main_weights_quantized", recipe, ranks=2)
 
 
-@pytest.mark.parametrize(
-    "sequence_parallel", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence parallel"]
-)
+@pytest.mark.parametrize("sequence_parallel", [by_night(False), True], ids=["whole", "sequence parallel"])
 @pytest.mark.parametrize("recipe", CAPABILITIES)
 def test_tensor_parallel_linears(fp8: Any, recipe: str, sequence_parallel: bool) -> None:
     fp8("tensor_parallel", recipe, sequence_parallel, ranks=2)

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tests.integration import te_itself
 from tests.integration.server import VERSIONS, Megatron
+from tests.tiers import by_night
 
 
-@pytest.fixture(
-    scope="module", params=[*(pytest.param(each, marks=pytest.mark.nightly) for each in VERSIONS[:-1]), VERSIONS[-1]]
-)
+@pytest.fixture(scope="module", params=[*(by_night(each) for each in VERSIONS[:-1]), VERSIONS[-1]])
 def of_version(request: pytest.FixtureRequest) -> Iterator[tuple[str, Megatron]]:
     """A version, and ranks that have its Python."""
     newest = request.param == VERSIONS[-1]

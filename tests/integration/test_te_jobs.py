@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import Result
 from tests.integration.server import ROUNDING_VARIABLE
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import some_by_night
 
 UNFUSED = "--no-gradient-accumulation-fusion"
 TENSOR = "--tensor-model-parallel-size 2"
@@ -194,12 +196,7 @@ def assert_stocks(ours: Result, stock: Result, shards: bool) -> None:
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("job", "order"),
-    [
-        pytest.param(job, order, marks=() if (job, order) in USUAL else pytest.mark.nightly)
-        for job in JOBS
-        for order in ORDERS
-        if (job, order) not in _LEFT_OUT
-    ],
+    some_by_night((case for case in product(JOBS, ORDERS) if case not in _LEFT_OUT), lambda *case: case not in USUAL),
 )
 def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatch, job: str, order: str) -> None:
     """NVFP4 rounds to the nearest number: random numbers come in another order in most schedules."""

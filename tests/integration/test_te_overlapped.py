@@ -17,6 +17,7 @@ from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
 from tests.integration.server import VERSIONS, Megatron
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import by_night, some_by_night
 
 PLAIN = "bf16"
 # Transformer Engine has Userbuffers for these.
@@ -47,11 +48,10 @@ def called(name: str, *args: Any) -> Any:
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("capability", "recipe"),
-    [
-        pytest.param(capability, recipe, marks=() if recipe == PLAIN else pytest.mark.nightly)
-        for capability, recipes in RECIPES.items()
-        for recipe in recipes
-    ],
+    some_by_night(
+        ((capability, recipe) for capability, recipes in RECIPES.items() for recipe in recipes),
+        lambda capability, recipe: recipe != PLAIN,
+    ),
 )
 def test_split_backwards_have_the_numbers_of_whole_ones(overlapped: Any, capability: str, recipe: str) -> None:
     assert overlapped("every_setting", [recipe], capability=capability) == [NUMBERS] * 2
@@ -61,7 +61,7 @@ def test_a_gradient_that_waits_in_i_for_its_product_is_not_in_a_buffer(overlappe
     assert overlapped("one_linear_trained", PLAIN) == [8, 8]
 
 
-@pytest.mark.parametrize("recipe", [PLAIN, "tensorwise on Blackwell", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("recipe", [PLAIN, "tensorwise on Blackwell", by_night("mxfp8")])
 def test_planted_faults_are_found(overlapped: Any, recipe: str) -> None:
     """Bulk overlaps that stay on, and gradients that stay in a buffer until W."""
     for found in overlapped("faults", recipe):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.features import SCHEDULES
 from tests.integration.test_same_result import assert_same_losses, differing, under
+from tests.tiers import some_by_night
 
 # Stock's configuration refuses the default dispatcher beside variable lengths, of a dense model too.
 ACCEPTED = ("--moe-token-dispatcher-type", "alltoall")
@@ -25,10 +26,7 @@ CASES = [
 @pytest.mark.feature("variable sequence lengths")
 @pytest.mark.parametrize(
     ("parallel", "schedule"),
-    [
-        pytest.param(*case, marks=() if case == CASES[-1] else pytest.mark.nightly)
-        for case in dict.fromkeys([*CASES, *product(["PP4"], SCHEDULES)])
-    ],
+    some_by_night(dict.fromkeys([*CASES, *product(["PP4"], SCHEDULES)]), lambda *case: case != CASES[-1]),
 )
 def test_same_losses_and_gradients_to_the_bit(train, parallel, schedule):
     world, size, flags = PARALLEL[parallel]

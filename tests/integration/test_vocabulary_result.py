@@ -13,6 +13,7 @@ from tests import tolerances
 from tests.integration.features import MODERN, MOE_ALLTOALL, SCHEDULES
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
+from tests.tiers import by_night
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 SHARED = "--pipeline-vocabulary-parallel"
@@ -89,12 +90,12 @@ def test_schedules_are_equal_to_the_bit(train, schedule):
     ("schedule", "flags"),
     [
         pytest.param("v-half", "--overlap-grad-reduce --overlap-param-gather"),
-        pytest.param("zb-1p", "--overlap-grad-reduce --overlap-param-gather", marks=pytest.mark.nightly),
-        pytest.param("1f1b", "", marks=pytest.mark.nightly),
-        pytest.param("interleaved-1f1b", "--overlap-grad-reduce", marks=pytest.mark.nightly),
+        by_night("zb-1p", "--overlap-grad-reduce --overlap-param-gather"),
+        by_night("1f1b", ""),
+        by_night("interleaved-1f1b", "--overlap-grad-reduce"),
     ],
 )
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [by_night(False), True], ids=["untied", "tied"])
 def test_distributed_optimizer(train, schedule, flags, tied):
     """Each rank holds a shard of the reduced gradients only; the weights are those of the plain one."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
@@ -111,7 +112,7 @@ def test_distributed_optimizer(train, schedule, flags, tied):
     ("schedule", "flags"),
     [
         pytest.param("v-half", "--context-parallel-size 2"),
-        pytest.param("1f1b", "--context-parallel-size 2 --calculate-per-token-loss", marks=pytest.mark.nightly),
+        by_night("1f1b", "--context-parallel-size 2 --calculate-per-token-loss"),
     ],
 )
 @pytest.mark.nightly
@@ -128,11 +129,11 @@ NUMBERS = {"bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
     ("numbers", "flags"),
     [
         pytest.param("bf16", ""),
-        pytest.param("bf16", f"{TENSOR} --sequence-parallel", marks=pytest.mark.nightly),
-        pytest.param("fp16", "", marks=pytest.mark.nightly),
+        by_night("bf16", f"{TENSOR} --sequence-parallel"),
+        by_night("fp16", ""),
     ],
 )
-@pytest.mark.parametrize("schedule", ["v-half", pytest.param("1f1b", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["v-half", by_night("1f1b")])
 def test_fewer_bits_are_as_near_to_fp32_as_stocks(train, numbers, flags, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", *flags.split())
     world = 4 if flags else 2
@@ -156,7 +157,7 @@ def test_overflows_are_skipped_as_stock_skips_them(train):
     assert len(set(ours.loss_scales)) > 1
 
 
-@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-1p", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["v-half", by_night("zb-1p")])
 def test_frozen_tables_take_no_gradient(train, schedule):
     """Low-rank adapters are trained, beside linears that are frozen as the vocabulary is."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
@@ -170,8 +171,8 @@ def test_frozen_tables_take_no_gradient(train, schedule):
     ("world", "flags", "tied"),
     [
         (2, "--pipeline-schedule 1f1b", False),
-        pytest.param(4, f"--pipeline-schedule 1f1b {TENSOR}", False, marks=pytest.mark.nightly),
-        pytest.param(2, "--pipeline-schedule 1f1b", True, marks=pytest.mark.nightly),
+        by_night(4, f"--pipeline-schedule 1f1b {TENSOR}", False),
+        by_night(2, "--pipeline-schedule 1f1b", True),
     ],
 )
 def test_from_scratch_it_starts_where_stock_starts(megatron, world, flags, tied):
@@ -194,7 +195,7 @@ def test_a_vocabulary_is_padded_so_that_all_ranks_have_as_many_words(train):
     assert losses == tolerances.losses(stock, tolerances.OTHER_KERNELS)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["1f1b", by_night("v-half")])
 def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule, tmp_path):
     """Half of the probabilities on each of two ranks, which count as activations from S to T."""
     job = [*MODEL, *UNTIED, *"--vocab-size 8192 --train-iters 2 --global-batch-size 4".split()]

@@ -60,8 +60,8 @@ def all_partitions(layers: int, stages: int) -> Iterator[Partition]:
         ("v-half", 2, 6, 9),
         ("v-zb", 2, 5, 8),
         ("interleaved-1f1b", 2, 6, 8),
-        pytest.param("v-half", 4, 6, 8, marks=pytest.mark.nightly),
-        pytest.param("v-zb", 4, 8, 12, marks=pytest.mark.nightly),
+        by_night("v-half", 4, 6, 8),
+        by_night("v-zb", 4, 8, 12),
     ],
 )
 def test_within_one_per_cent_of_the_best_of_all_partitions(name: str, d: int, n: int, layers: int):

@@ -18,7 +18,7 @@ from megatron.schedules.search import polish
 from megatron.schedules.utils.private_folder import PLANS_VARIABLE
 from tests.counting import lines_run
 from tests.planner.made_schedules import NAMED, UNIT, plan_and_seconds
-from tests.tiers import some_by_night
+from tests.tiers import by_night, some_by_night
 
 anew = plan_and_seconds.__wrapped__
 
@@ -54,7 +54,7 @@ def test_32_ranks_and_128_microbatches_take_less_than_two_seconds(name: str):
 
 @pytest.mark.parametrize(
     "name",
-    ["1f1b", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("interleaved-1f1b", "zb-1p", "v-half"))],
+    ["1f1b", *(by_night(each) for each in ("interleaved-1f1b", "zb-1p", "v-half"))],
 )
 def test_four_times_the_microbatches_take_about_four_times_the_work(name: str):
     """In lines of Python, at most twice that; growing with the square it would be four times."""

@@ -21,6 +21,7 @@ from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, 
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED
+from tests.tiers import by_night
 
 LAYER = Part(split=Load(1, 1, 1, 1))
 
@@ -76,8 +77,8 @@ def test_it_takes_one_microbatch_more_and_little_longer_than_without_an_output_l
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
-        pytest.param(1.0, 203.3, marks=pytest.mark.nightly),
-        pytest.param(0.625, 215.5, marks=pytest.mark.nightly),
+        by_night(1.0, 203.3),
+        by_night(0.625, 215.5),
         (0.5, 240),
     ],
 )

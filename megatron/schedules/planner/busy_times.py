@@ -25,6 +25,7 @@ class BusyTimes:
 
     def __init__(self, request: Request, where: Placement) -> None:
         self._request, self._placement = request, where
+        self._stages = [list(where.stages_of(rank)) for rank in range(where.ranks)]
         layers = len(request.costs.model.layers)
         # Of F and of all computing, by stage, number of layers up to its last one, and number of its own.
         self._times = np.zeros((2, where.stages, layers + 1, layers + 1))
@@ -38,8 +39,7 @@ class BusyTimes:
             self._learn(partitions[int(row)])
         forwards, every = self._times[:, *index]
         heads = np.pad(forwards.cumsum(axis=1), ((0, 0), (1, 0)))
-        ranks = [self._placement.stages_of(rank) for rank in range(self._placement.ranks)]
-        busy = [heads[:, stages[0]] + microbatches * _summed(every[:, list(stages)].T) for stages in ranks]
+        busy = [heads[:, stages[0]] + microbatches * _summed(every[:, stages].T) for stages in self._stages]
         return np.stack(busy, axis=1)
 
     def _learn(self, partition: Partition) -> None:

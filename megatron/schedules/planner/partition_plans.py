@@ -44,10 +44,17 @@ def microbatches_held(timeline: Timeline) -> float:
 
 
 class Planned:
-    """Plans of one request, one for each layer partition tried."""
+    """Plans of one request, one for each layer partition tried.
+
+    Args:
+        request: the request.
+        where: its placement.
+        limit: memory limit, microbatches on an average rank.
+        rounds: rounds of a climb from each start.
+    """
 
     def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
-        self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
+        self._request, self._placement, self.limit, self._rounds = request, where, limit, rounds
         self._climbs = request.schedule == "adaptive"
         self._known: dict[Partition, float] = {}
         self._most = 0.0  # peak of the first planned partition, microbatches
@@ -90,11 +97,6 @@ class Planned:
         self._trials.learn(climb)
 
     @property
-    def limit(self) -> float:
-        """Memory limit, microbatches on an average rank."""
-        return self._limit
-
-    @property
     def microbatches(self) -> int:
         return self._request.microbatches
 
@@ -130,7 +132,7 @@ class Planned:
     def _trials(self) -> Trials:
         from megatron.schedules.search.climb import Trials
 
-        return Trials(self._placement, self.microbatches, self._limit, self._rounds)
+        return Trials(self._placement, self.microbatches, self.limit, self._rounds)
 
 
 def promising(

@@ -159,7 +159,7 @@ class PartitionSearch:
         length, gained = self._planned.makespan(partition), True
         while gained and not self._spent:
             gained = False
-            for _, moved in self._shorter(partition, length, self._planned.microbatches):
+            for moved in self._shorter(partition, length, self._planned.microbatches):
                 known = self._planned.count
                 if known >= self._most:
                     break
@@ -184,7 +184,7 @@ class PartitionSearch:
         microbatches = self._request.microbatches
         known = [*self._planned.shortest(_FINALISTS), self._even]
         beside = islice(self._shorter(self._even, shortest, microbatches), self._most_checked)
-        field = dict.fromkeys((*known, *(other for _, other in beside)))
+        field = dict.fromkeys((*known, *beside))
         return [other for other in field if self._bound(other, microbatches) < shortest - EPSILON]
 
     def planned(self, progress: Progress) -> Found:
@@ -195,13 +195,13 @@ class PartitionSearch:
             whole.makespan(other)
             progress(1 / self._checks)
         least = self.found.makespan
-        for _, other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
+        for other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
             if self._bound(other, microbatches) < least - EPSILON:
                 least = min(least, whole.makespan(other))
             progress(1 / self._checks)
         return self.found
 
-    def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:
+    def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[Partition]:
         """Partitions with one layer moved that could be shorter than ``length``, after their bounds in ascending order.
 
         A bound takes much longer than the time of the busiest rank, which often is the bound. So it is computed only
@@ -214,7 +214,7 @@ class PartitionSearch:
             least, moved = heappop(waiting)
             bound = self._bound(moved, microbatches)
             if bound <= least + EPSILON:
-                yield bound, moved
+                yield moved
             else:
                 heappush(waiting, (bound, moved))
 
