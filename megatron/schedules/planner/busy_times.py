@@ -36,7 +36,8 @@ class BusyTimes:
         counts = np.array(partitions)
         index = np.arange(counts.shape[1]), counts.cumsum(axis=1), counts
         for row in np.flatnonzero(~self._known[index].all(axis=1)):
-            self._learn(partitions[int(row)])
+            if not self._known[index[0], index[1][row], index[2][row]].all():  # since the rows before
+                self._learn(partitions[int(row)])
         forwards, every = self._times[:, *index]
         heads = np.pad(forwards.cumsum(axis=1), ((0, 0), (1, 0)))
         busy = [heads[:, stages[0]] + microbatches * _summed(every[:, stages].T) for stages in self._stages]

@@ -145,15 +145,16 @@ def _hopeful(request: Request, found: Request, climbed: float, placements: Seque
 def _shortest(
     requests: Sequence[Request], planned: Callable[[Request, Progress], Schedule], progress: Progress
 ) -> Request:
-    """Returns the request with the shortest plan after a full search."""
+    """Returns the request with the shortest plan after full searches, which run side by side."""
     if len(requests) == 1:
         return requests[0]
-    share = 1 / len(requests)
+    share, progress = 1 / len(requests), one_at_a_time(progress)
 
     def search(request: Request) -> Schedule:
         return planned(request, lambda part: progress(share * part))
 
-    return min(requests, key=lambda request: planned_makespan(request, search))
+    makespans = on_all_cores([partial(planned_makespan, request, search) for request in requests])
+    return requests[makespans.index(min(makespans))]
 
 
 def placed(

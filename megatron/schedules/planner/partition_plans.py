@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import batched
 from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
@@ -27,6 +28,8 @@ Partition = tuple[int, ...]
 CLEARLY = 1.03
 # With more microbatches per rank only the steady state gets longer, and the ranking of plans stays the same.
 _MICROBATCHES_A_RANK = 3
+# So many plans are made at the same time where only the first may be of use.
+_AHEAD = 2
 # Python time for each pass of a plan, and for each call, in passes that the compiled function schedules.
 _IN_PYTHON, _CALL = 80, 200
 
@@ -102,22 +105,46 @@ class Planned:
 
     def makespan(self, partition: Partition) -> float:
         """Makespan of the plan for ``partition``; infinite if it needs too much memory."""
-        if partition not in self._known:
-            if self._climbs:
-                self.keep(partition, self.climb(self.entry(partition)))
-            else:
-                self._known[partition] = self._named(partition)
+        plan_together([(self, partition)])
         return self._known[partition]
 
-    def climb(self, entry: Entry) -> OrderClimb | None:
-        """Climbs from the starts of ``entry``; returns None if it has none."""
-        return self._trials.climb(entry)
+    def ahead(self, partitions: Iterator[Partition], most: int) -> Iterator[tuple[Partition, float]]:
+        """Yields ``partitions`` with their makespans, until ``most`` are planned.
 
-    def keep(self, partition: Partition, climb: OrderClimb | None) -> None:
-        """Keeps the result of a climb for ``partition``; with None, that it needs too much memory."""
-        self._known[partition] = climb.makespan if climb else math.inf
-        if climb:
-            self.learn(climb)
+        Climbs of the next ones run at the same time. Those that are not asked for are forgotten. A plan that is no
+        shorter than those before teaches others nothing, so all is as if planned one after another.
+        """
+        for some in batched(partitions, _AHEAD if self._climbs else 1):
+            new = [partition for partition in some if partition not in self._known]
+            made = dict(zip(new, on_all_cores([self.planning(partition) for partition in new]), strict=True))
+            for partition in some:
+                if self.count >= most:
+                    return
+                if partition in made:
+                    self.keep(partition, made[partition])
+                yield partition, self._known[partition]
+
+    def knows(self, partition: Partition) -> bool:
+        """Whether ``partition`` was planned."""
+        return partition in self._known
+
+    def planning(self, partition: Partition) -> Callable[[], OrderClimb | float]:
+        """Returns a function that plans ``partition`` and changes nothing; its result is for :meth:`keep`."""
+        if self._climbs:
+            return partial(self._climb, self.entry(partition))
+        return partial(self._named, partition)
+
+    def keep(self, partition: Partition, made: OrderClimb | float) -> None:
+        """Keeps the result of :meth:`planning`."""
+        if isinstance(made, float):
+            self._known[partition] = made
+        else:
+            self._known[partition] = made.makespan
+            self.learn(made)
+
+    def _climb(self, entry: Entry) -> OrderClimb | float:
+        """Climbs from the starts of ``entry``; returns infinity if it has none."""
+        return self._trials.climb(entry) or math.inf
 
     def _named(self, partition: Partition) -> float:
         request = with_layers(self._request, partition)
@@ -167,11 +194,11 @@ def promising(
 
 
 def plan_together(candidates: Sequence[tuple[Planned, Partition]]) -> None:
-    """Plans all ``candidates`` by climbs at the same time. None learns from another."""
-    entries = [planned.entry(partition) for planned, partition in candidates]
-    jobs = [partial(planned.climb, entry) for (planned, _), entry in zip(candidates, entries, strict=True)]
-    for (planned, partition), climb in zip(candidates, on_all_cores(jobs), strict=True):
-        planned.keep(partition, climb)
+    """Plans those of ``candidates`` that were not, at the same time. No climb learns from another of these."""
+    new = [(planned, partition) for planned, partition in candidates if not planned.knows(partition)]
+    jobs = [planned.planning(partition) for planned, partition in new]
+    for (planned, partition), made in zip(new, on_all_cores(jobs), strict=True):
+        planned.keep(partition, made)
 
 
 def with_layers(request: Request, partition: Partition) -> Request:

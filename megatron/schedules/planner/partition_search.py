@@ -159,12 +159,11 @@ class PartitionSearch:
         length, gained = self._planned.makespan(partition), True
         while gained and not self._spent:
             gained = False
-            for moved in self._shorter(partition, length, self._planned.microbatches):
-                known = self._planned.count
-                if known >= self._most:
-                    break
-                now = self._planned.makespan(moved)
+            moves = self._shorter(partition, length, self._planned.microbatches)
+            known = self._planned.count
+            for moved, now in self._planned.ahead(moves, self._most):
                 progress((self._planned.count - known) / self._most)
+                known = self._planned.count
                 if now < length - EPSILON:
                     partition, length, gained = moved, now, True
                     break
