@@ -1,10 +1,11 @@
 """Puts planted faults into a copy of the repository, one after another, and says which the tests notice.
 
-    python scripts/run_mutants.py                                       all faults, the tests of the day: hours
+    python scripts/run_mutants.py                                       all faults, the tests of the day: an hour or two
     python scripts/run_mutants.py --fault "a V" tests/schedule          faults whose name has these words
     python scripts/run_mutants.py -- tests/planner -m pure
 
-Other arguments go to pytest. The faults are in tests/mutants/mutants.toml. Ends with 1 if a fault is not noticed.
+Other arguments go to pytest. Without any, the pure tests beside the code come first, then jobs, then all pure tests.
+The faults are in tests/mutants/mutants.toml. Ends with 1 if a fault is not noticed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class Fault(NamedTuple):
     old: str
     new: str
 
+    @property
+    def likely(self) -> list[list[str]]:
+        """Arguments of pytest for the tests of the day, those first that are most likely to notice the fault."""
+        beside = f"tests/{self.file.split('/')[0]}"
+        return [[beside, "-m", "pure"], ["-m", "job"], ["-m", "pure", f"--ignore={beside}"]]
+
     def put_into(self, root: Path) -> None:
         """Changes the file under ``root``."""
         path = root / "megatron" / "schedules" / self.file
@@ -64,7 +71,13 @@ def copied(to: Path) -> None:
 
 
 def noticed(fault: Fault, root: Path, arguments: list[str], seconds: float) -> str | None:
-    """Returns the first test that fails with the fault; None if none does. A run that takes too long fails."""
+    """Returns the first test that fails with the fault; None if none does."""
+    runs = [arguments] if arguments else fault.likely
+    return next(filter(None, (first_failure(fault, root, run, seconds) for run in runs)), None)
+
+
+def first_failure(fault: Fault, root: Path, arguments: list[str], seconds: float) -> str | None:
+    """Returns the first test of a run that fails with the fault; None if none does. One that takes too long fails."""
     path = root / "megatron" / "schedules" / fault.file
     before = path.read_text()
     fault.put_into(root)

@@ -35,6 +35,10 @@ step() {
   fi
 }
 
+# The searches' code is compiled for all tests, beside the checks.
+python -c "from megatron.schedules.search.compiled import compiled_climb; compiled_climb()" &
+compiling=$!
+
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "mypy" mypy
@@ -59,6 +63,10 @@ night) one=(tests -m "job or nightly" --nightly) ;;
 pure) one=(tests/planner tests/search -m pure) other=(tests --ignore=tests/planner --ignore=tests/search -m pure) ;;
 ?*) one=() ;;
 esac
+
+begun=$SECONDS
+wait "$compiling"
+report "compile the searches" "$begun" $?
 
 begun=$SECONDS
 if ((${#one[@]})); then

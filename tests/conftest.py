@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.utils.private_folder import PLANS_VARIABLE
+from megatron.schedules.utils.private_folder import COMPILED, PLANS_VARIABLE, private_folder
 
 TIERS = ("pure", "job", "nightly")
 # Fixtures with which a test asks for ranks of Megatron's.
@@ -77,6 +77,11 @@ class _Features:
 
 @pytest.fixture(scope="session", autouse=True)
 def _plans_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans are made anew in each session. Code is compiled once for all: that takes half a minute."""
+    own, kept = tmp_path_factory.mktemp("plans"), private_folder()
+    if kept:
+        (kept / COMPILED).mkdir(mode=0o700, exist_ok=True)
+        (own / COMPILED).symlink_to(kept / COMPILED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLANS_VARIABLE, str(tmp_path_factory.mktemp("plans")))
+        patch.setenv(PLANS_VARIABLE, str(own))
         yield

@@ -106,7 +106,7 @@ def test_what_is_damaged_is_compiled_again(kept: Path, suffix: str, damage: str,
 def test_another_version_of_the_code_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """The functions that it calls are not seen by numba."""
     small()
-    monkeypatch.setattr(compiled, "code_version", lambda: "another")
+    monkeypatch.setattr(compiled, "code_version", lambda _: "another")
     assert small().stats.cache_misses
     assert len(files(kept)) == 4
 

@@ -17,7 +17,10 @@ from megatron.schedules.search import moves
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
 from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule, set_left
 from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
-from megatron.schedules.utils.private_folder import code_version, private_folder, warn_once
+from megatron.schedules.utils.private_folder import COMPILED, code_version, private_folder, warn_once
+
+# Packages whose code may be in compiled code.
+_COMPILED_ROOMS = ("schedule", "search", "utils")
 
 
 class Queue(NamedTuple):
@@ -207,7 +210,7 @@ def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any
     if folder := private_folder():
         # numba names files alike for all CPUs, so processes on different machines need different folders.
         cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
-        cache_folder = folder / f"numba-{code_version()[:16]}-{numba.__version__}-{cpu}"
+        cache_folder = folder / COMPILED / f"{code_version(_COMPILED_ROOMS)[:16]}-{numba.__version__}-{cpu}"
         try:
             return _compiled(function, signature, cache_folder)
         except Exception as error:  # a full disk, or any error that a damaged pickle can raise

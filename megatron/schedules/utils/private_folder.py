@@ -7,11 +7,15 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 PLANS_VARIABLE = "MEGATRON_SCHEDULES_CACHE"
 USER_VARIABLE = "XDG_CACHE_HOME"
+COMPILED = "compiled"
+"""Folder within it for compiled code, which plans in other folders may share."""
+
 _NAME = "megatron-schedules"
 # Packages whose code determines plans.
 _PLANNING_ROOMS = ("planner", "schedule", "search", "utils")
@@ -85,10 +89,10 @@ def write_whole(path: Path, data: bytes) -> None:
             raise
 
 
-def code_version() -> str:
-    """Returns a digest of the code that determines plans. Any change to the code changes it."""
+def code_version(packages: Iterable[str] = _PLANNING_ROOMS) -> str:
+    """Returns a digest of the code of ``packages``, by default that which determines plans. Any change changes it."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    for room in _PLANNING_ROOMS:
+    for room in packages:
         for source in sorted((package / room).rglob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()
