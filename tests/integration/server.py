@@ -46,6 +46,8 @@ class Megatron:
             folder = ROOT / ".venv/transformer_engine" / transformer_engine
             assert folder.exists(), f"no {folder}: run scripts/setup.sh"
             path.insert(0, str(folder))
+        if given := os.environ.get("PYTHONPATH"):  # such as a checkout of Megatron-LM
+            path.append(given)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         environment |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
         if compiled is not None:  # by each rank itself: processes that compile for it would outlive it
