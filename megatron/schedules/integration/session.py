@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +12,17 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from megatron.core import parallel_state
+from megatron.core import __version__, parallel_state
 from torch.nn import Module
 
+from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS, settings_without_flags
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import RunningJob
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.shared_plan import SharedPlans
+from megatron.schedules.integration.touch_points import NEWEST, is_newer
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.values import schedule_choice
 from megatron.schedules.planner.adaptive import placements
@@ -31,6 +34,7 @@ from megatron.schedules.utils.parsing import read_text
 Stock = Callable[..., Any]
 """A function of stock's, or what replaces it."""
 
+_log = logging.getLogger(__name__)
 _MEGATRON = ("megatron.core", "megatron.training", "megatron.schedules")
 
 
@@ -160,6 +164,13 @@ def put_in(hooks: Iterable[Hook], session: Session) -> None:
     Training loops that imported a name from one of Megatron's modules before get the replacement too. A name that is
     missing ends the process with one line and status 2.
     """
+    if is_newer(__version__) and whole_variable("RANK", 0) == 0:
+        _log.warning(
+            "pipeline schedule: megatron-core %s is newer than %s, the newest that this package was compared with: "
+            "docs/upgrading.md says what to try first",
+            __version__,
+            NEWEST,
+        )
     hooks = list(hooks)
     names = {hook.name for hook in hooks}
     loops: dict[str, list[ModuleType]] = {}
