@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.schedules.integration.environment import whole_variable
-from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
+from megatron.schedules.integration.gpu_libraries import graphs_fault, te_fault, te_missing
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.spec import JobSpec
@@ -30,6 +30,7 @@ def machine_of(spec: JobSpec) -> Machine:
         whole_variable("LOCAL_WORLD_SIZE", 1),
         (te_fault() or "") if needs_engine else "",
         not needs_engine or not te_missing(),
+        (graphs_fault() or "") if spec.stock.cuda_graphs else "",
     )
 
 

@@ -22,6 +22,7 @@ from megatron.schedules.integration.background_plans import (
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.graphs.capture import Capture
 from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
@@ -112,6 +113,16 @@ class ScheduleFunction:
         self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._verify = Verification(planner, self.peaks, self.model) if verify else None
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
+        self._captured: Program | None = None
+
+    @contextmanager
+    def capturing(self, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> Iterator[Capture]:
+        """Prepares this rank's ``chunks`` for the capture of CUDA graphs, for calls with ``num_microbatches``."""
+        program = self._planner.program(num_microbatches, self._rank, forward_only=False)
+        capture = Capture(program, self.model.running, self.model.volatile)
+        with self.model.lent(chunks, capture.store):
+            yield capture
+        self._captured = program
 
     def __call__(
         self,
@@ -187,6 +198,8 @@ class ScheduleFunction:
         ``timeline`` is that of ``program``; None for the usual plan's.
         """
         config, training = get_model_config(chunks[0]), not call.forward_only
+        if training and self._captured is not None and self._captured is not program:
+            raise RuntimeError("CUDA graphs were captured in the order of another plan: a job has one")
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
         if training and self.profiler is not None and not again:
             measuring = self.profiler.begin(program, chunks, measuring.meter)

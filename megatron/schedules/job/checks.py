@@ -21,6 +21,20 @@ _NOT_WITH_LENGTHS = {
     "phase_transition_iterations": "samples of the next phase cannot be read ahead; leave one of the two out",
 }
 
+_OTHER_GRAPHS = {
+    "local": "its graphs of layers have no weight gradients that a plan places",
+    "full_iteration": "an iteration is not captured as a whole so far",
+}
+_ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
+_SHAPE = "a graph is for microbatches of one shape"
+_NOT_WITH_GRAPHS = {
+    "rampup_batch_size": _ONE_PLAN,
+    "step_batch_size_schedule": _ONE_PLAN,
+    "variable_seq_lengths": _SHAPE,
+    "sft": _SHAPE,
+    "dataloader_inter_document_masking": _SHAPE,
+}
+
 
 def validate(spec: JobSpec) -> None:
     """Runs the checks that need neither the model nor a plan.
@@ -41,6 +55,8 @@ def validate(spec: JobSpec) -> None:
         _check_hybrid(spec)
     if settings.plan_lengths:
         _check_plan_lengths(spec)
+    if spec.stock.cuda_graphs:
+        _check_graphs(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
@@ -116,6 +132,28 @@ def _check_hybrid(spec: JobSpec) -> None:
                 f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
                 "estimated; leave the flag out"
             )
+
+
+def _check_graphs(spec: JobSpec) -> None:
+    """Refuses CUDA graphs that are not those of layers, and all that changes what the graphs have captured."""
+    settings, given, flags, impl = spec.settings, spec.stock.given, spec.flags, spec.stock.cuda_graphs
+    if impl != "transformer_engine":
+        why = _OTHER_GRAPHS.get(impl, "it is unknown")
+        raise PlanError(
+            f"{flags['schedule']} {settings.schedule.name} does not work with --cuda-graph-impl {impl}: {why}; use "
+            "--cuda-graph-impl transformer_engine, or leave the flag out"
+        )
+    changing = {
+        flags["replan"]: (settings.replan, _ONE_PLAN),
+        f"{flags['memory_limit']} auto": (settings.measures_limit, _ONE_PLAN),
+        flags["plan_lengths"]: (settings.plan_lengths, _ONE_PLAN),
+        flags["verify"]: (settings.verify, "the iteration that it verifies comes before the graphs"),
+        flags["save_memory"]: (settings.saving != MemorySaving(), "a graph neither recomputes nor offloads"),
+        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in _NOT_WITH_GRAPHS.items()},
+    }
+    for flag, (is_given, why) in changing.items():
+        if is_given:
+            raise PlanError(f"--cuda-graph-impl {impl} does not go with {flag}: {why}; leave one of the two out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:
