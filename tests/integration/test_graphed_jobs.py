@@ -102,6 +102,12 @@ NIGHT |= {
         flags=f"{MODERN} --multi-latent-attention --qk-layernorm {RECOMPUTED} mla_up_proj"
     ),
     "activations of experts recomputed outside": Job("v-half", BOTH, f"{MOE} {RECOMPUTED} moe_act"),
+    "as DeepSeek-V3's recipe": Job(
+        "v-zb",
+        BOTH,
+        f"{MOE} --multi-latent-attention --qk-layernorm --moe-shared-expert-intermediate-size 64 "
+        f"{RECOMPUTED} moe_act mla_up_proj",
+    ),
     "vocabulary parallel": Job("v-half --pipeline-vocabulary-parallel", LAYERS),
     "hidden messages of experts": Job(
         "v-half",

@@ -14,8 +14,8 @@ shows up as a wrong number, as on a GPU:
 - Capturing twice with one CUDAGraph is an error, and so is replaying one that was never captured.
 
 Each replay draws its random numbers from the default generator. Collectives run in a capture, because all ranks capture
-in one order, and again in each replay. Not modelled: streams, memory of kernels, tensors of the host (all count as the
-device's), and what reads memory without an op, such as ``.tolist()`` and ``.numpy()``.
+in one order, and again in each replay. Not modelled: streams, memory of kernels, tensors of the host (all but those of
+torch.tensor count as the device's), and what reads memory without an op, such as ``.tolist()`` and ``.numpy()``.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class Pool:
 
 
 _BLOCKS: dict[int, _Block] = {}
+# Tensors that torch.tensor has made for the host. They are kept, so that no other tensor gets their memory.
+_HOST: dict[int, Tensor] = {}
 _POOLS: dict[Any, Pool] = {}
 _capturing: list[CUDAGraph] = []
 COUNTS = {"captures": 0, "replays": 0, "ops": 0}
@@ -162,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         name, space = func._schema.name.split("::")[1], func.namespace
         if space == "c10d":
             return self._collective(func, args, kwargs)
-        if name in _HOST_READS:
+        if name in _HOST_READS and not _on_host(args):
             raise CaptureError(f"{name} reads from the device inside a capture")
         written = [
             value
@@ -198,6 +200,11 @@ class _Recorder(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.graph.record(func, args, kwargs, None)
         return func(*args, **kwargs)
+
+
+def _on_host(args: Any) -> bool:
+    tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
+    return all(each.untyped_storage().data_ptr() in _HOST for each in tensors)
 
 
 def _bound(schema: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -298,11 +305,28 @@ def _unrecorded(function: Any) -> Any:
     return called
 
 
+def _made_on_host(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = make(*args, **kwargs)
+        if _capturing and "cuda" not in str(kwargs.get("device", "")):
+            _HOST[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    return made
+
+
+def _unless_in_pool(resize: Any) -> Any:
+    """Memory of a pool stays where it is, also where Megatron discards what it will recompute."""
+    return lambda storage, size: storage if storage.data_ptr() in _BLOCKS else resize(storage, size)
+
+
 def install() -> None:
     """Put the model in torch.cuda, after the CPU stand-in is on, and in Transformer Engine if it is imported."""
     torch.cuda.CUDAGraph, torch.cuda.graph = CUDAGraph, graph  # type: ignore[misc, assignment]
     torch.cuda.graph_pool_handle = graph_pool_handle  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = capturing
+    torch.tensor = _made_on_host(torch.tensor)
+    torch.UntypedStorage.resize_ = _unless_in_pool(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     if torch.distributed.is_available():  # gloo copies its result in wait(), with ops of its own
         work = torch._C._distributed_c10d.Work
         work.wait = _unrecorded(work.wait)  # type: ignore[method-assign]
