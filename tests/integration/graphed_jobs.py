@@ -14,23 +14,38 @@ from megatron.training import training
 import pretrain_gpt
 from megatron.schedules.integration.graphs import replay
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-from tests.integration import fused_kernels
+from tests.integration import fused_kernels, low_rank
+from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
-from tests.integration.results import Graphed
+from tests.integration.results import Call, Graphed
 from tests.support import cuda_graphs
 from tests.support.weights import named_parameters
 
 
-def graphed(world: int, flags: Sequence[str], fault: str = "") -> list[Graphed]:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks, with one of :data:`FAULTS` in it."""
-    return run_ranks(world, _rank, list(flags), fault)
+def graphed(world: int, flags: Sequence[str], fault: str = "", adapters: bool = False) -> list[Graphed]:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks, with one of :data:`FAULTS` in it.
+
+    With ``adapters`` only low-rank ones beside every linear are trained.
+    """
+    return run_ranks(world, _rank, list(flags), fault, adapters)
 
 
-def _rank(flags: list[str], fault: str) -> Graphed:
-    torch.set_num_threads(1)
-    fused_kernels.forget()
+def graphed_loop(sizes: dict[str, int], settings: dict[str, Any], calls: Sequence[Call], **options: Any) -> Any:
+    """:func:`.core_loop` with the model of CUDA graphs on each rank."""
+    return core_loop(sizes, settings, calls, prepare=_graphs_on_cpu, **options)
+
+
+def _graphs_on_cpu() -> None:
     cuda_graphs.install()
     _share_by_copying()
+
+
+def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
+    torch.set_num_threads(1)
+    fused_kernels.forget()
+    _graphs_on_cpu()
+    if adapters:
+        low_rank.put_in_place()
     if fault:
         FAULTS[fault]()
     seen = Graphed([], [], 0, [])

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from tests.integration.features import MODERN, MOE_ALLTOALL
-from tests.integration.results import MODEL, UNTIED, Graphed
+from tests.integration.results import MODEL, UNTIED, Call, Graphed
 from tests.integration.server import ROUNDING_VARIABLE, VERSIONS, Megatron
 from tests.support.te_python import CAPABILITY_VARIABLE
 
@@ -50,6 +51,7 @@ class Job(NamedTuple):
         flags: other flags of stock's.
         ranks: processes for each of two pipeline ranks.
         capability: compute capability of the GPU that is not there.
+        adapters: whether only low-rank adapters are trained.
     """
 
     schedule: str = "v-half"
@@ -57,6 +59,7 @@ class Job(NamedTuple):
     flags: str = MODERN
     ranks: int = 1
     capability: str = "9.0"
+    adapters: bool = False
 
 
 DAY = {"attention": Job(), "attention and router": Job("zb-1p", BOTH, f"{MOE} --num-layers 4")}
@@ -122,6 +125,8 @@ NIGHT |= {
         "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ),
     "multi-token prediction": Job("v-half", ATTENTION, f"{MODERN} --mtp-num-layers 1"),
+    "low-rank adapters": Job("v-half", LAYERS, adapters=True),
+    "low-rank adapters in MLPs": Job("zb-1p", MLP, adapters=True),
     "hybrid model": Job("v-half", LAYERS, f"{MODERN} --hybrid-layer-pattern *-*-*-*-"),
 }
 JOBS = DAY | NIGHT
@@ -153,7 +158,7 @@ class Jobs:
         flags = (
             f"--train-iters {ITERATIONS} --global-batch-size 4 {job.flags} --pipeline-schedule {job.schedule}".split()
         )
-        ranks: list[Graphed] = self._server("graphed", 2 * job.ranks, [*JOB, *flags, *more], fault)
+        ranks: list[Graphed] = self._server("graphed", 2 * job.ranks, [*JOB, *flags, *more], fault, job.adapters)
         return ranks
 
 
@@ -202,6 +207,25 @@ def test_graphs_may_be_captured_before_the_first_iteration(jobs: Jobs) -> None:
     ours = jobs(DAY["attention"], warmup=0)
     assert unequal(ours, jobs.without(DAY["attention"])) == []
     assert ours[0].replays == [ours[0].captures] * 3
+
+
+LOOP = (Call(2, forward_only=True), Call(5, seed=1), Call(5, seed=2), Call(7, forward_only=True), Call(5, seed=4))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capture_before", [1, 2])
+def test_a_loop_on_megatron_core_captures_with_stocks_helper(te: Megatron, capture_before: int) -> None:
+    """As Megatron-Bridge's does. This one evaluates in training mode, where layers replay their graphs."""
+    sizes, settings = {"pipeline_model_parallel_size": 2}, {"schedule": "zb-1p"}
+    model = {"engine": True, "params_dtype": torch.bfloat16, "bf16": True, "use_te_rng_tracker": True, "layers": 4}
+    graphs = {"cuda_graph_impl": "transformer_engine", "capture_before": capture_before}
+    ours, plain = (te("graphed_loop", sizes, settings, LOOP, **model, **more) for more in (graphs, {}))
+    for rank, its in zip(ours, plain, strict=True):
+        for call, without in zip(rank, its, strict=True):
+            assert call.passes == without.passes and call.gradients.keys() == without.gradients.keys()
+            assert all(torch.equal(call.gradients[name], g) for name, g in without.gradients.items())
+            assert [each["loss"] for each in call.results] == [each["loss"] for each in without.results]
+    assert all(any(gradient.any() for gradient in rank[-1].gradients.values()) for rank in ours)
 
 
 @pytest.mark.nightly

@@ -45,6 +45,7 @@ from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.simulator import Timeline
 
 # Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
@@ -114,15 +115,19 @@ class ScheduleFunction:
         self._verify = Verification(planner, self.peaks, self.model) if verify else None
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
         self._captured: Program | None = None
+        self._training = False
 
     @contextmanager
     def capturing(self, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> Iterator[Capture]:
         """Prepares this rank's ``chunks`` for the capture of CUDA graphs, for calls with ``num_microbatches``."""
         program = self._planner.program(num_microbatches, self._rank, forward_only=False)
-        capture = Capture(program, self.model.running, self.model.volatile)
+        capture = Capture(program, self._store, self.model.volatile)
         with self.model.lent(chunks, capture.store):
             yield capture
         self._captured = program
+
+    def _store(self) -> WeightGradients | None:
+        return self.model.running() if self._training else None
 
     def __call__(
         self,
@@ -197,7 +202,8 @@ class ScheduleFunction:
 
         ``timeline`` is that of ``program``; None for the usual plan's.
         """
-        config, training = get_model_config(chunks[0]), not call.forward_only
+        config, self._training = get_model_config(chunks[0]), not call.forward_only
+        training = self._training
         if training and self._captured is not None and self._captured is not program:
             raise RuntimeError("CUDA graphs were captured in the order of another plan: a job has one")
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()

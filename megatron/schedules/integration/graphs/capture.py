@@ -71,11 +71,11 @@ class Capture:
 
     Args:
         program: the rank's program, which every training call runs from now on.
-        stores: returns the queue of weight gradients of a training call while it runs.
+        stores: returns the queue of weight gradients of the running call; None in an evaluation.
         volatile: gets the memory of graphs' outputs: :attr:`.WeightGradients.volatile` of these queues.
     """
 
-    def __init__(self, program: Program, stores: Callable[[], WeightGradients], volatile: set[int]) -> None:
+    def __init__(self, program: Program, stores: Callable[[], WeightGradients | None], volatile: set[int]) -> None:
         self.program, self._stores, self._volatile = program, stores, volatile
         self.store = CapturedGradients()
 

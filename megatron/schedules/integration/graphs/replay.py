@@ -24,7 +24,7 @@ class Replay:
 
     Args:
         graph: Transformer Engine's graphed callable.
-        stores: returns the queue of the running call.
+        stores: returns the queue of the running call; None in an evaluation.
         volatile: :attr:`.WeightGradients.volatile` of these queues; gets the memory of the outputs.
         gradients: parameters with the memory of their gradients, or with :data:`FUSED`; None if W has no graph.
         is_first: whether it is the stage's first microbatch, whose forward quantizes the weights.
@@ -33,7 +33,7 @@ class Replay:
     def __init__(
         self,
         graph: Any,
-        stores: Callable[[], WeightGradients],
+        stores: Callable[[], WeightGradients | None],
         volatile: set[int],
         gradients: Sequence[tuple[Tensor, Any]] | None,
         *,
@@ -50,11 +50,12 @@ class Replay:
         if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # otherwise there may be no backward, and no weight gradients
         outputs = self._graph(_Leaving.apply(hidden), *args, **kwargs)
+        store = self._stores()
+        if store is None:  # an evaluation in training mode runs forwards in another order than captured
+            return type(outputs)(each.clone() if isinstance(each, Tensor) else each for each in outputs)
         self._volatile.update(memory_of(outputs))
         if self._gradients is not None:
-            store = self._stores()
-            if store.current is None:
-                raise RuntimeError("a microbatch whose backward is not split has the CUDA graphs of one that is")
+            assert store.current is not None, "the program is that of the capture"
             node: Any = next(each.grad_fn for each in outputs if isinstance(each, Tensor) and each.requires_grad)
             node.register_hook(partial(self._defer, store, store.current))
         return outputs
