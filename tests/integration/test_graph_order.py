@@ -80,3 +80,12 @@ def test_static_inputs_are_shared_by_none_that_are_in_flight_together() -> None:
     assert all(each[0].requires_grad for each in args)
     assert all(each["rotary_pos_emb"] is table for each in kwargs), "it is the same for all"
     assert [each["attention_mask"].data_ptr() for each in kwargs].count(mask.data_ptr()) == 0
+
+
+def test_a_mask_that_no_layer_reads_is_allocated_once() -> None:
+    order = [1, 2, -1, -2]
+    args = [(torch.ones(2),), (torch.ones(2),)]
+    kwargs = [{"attention_mask": torch.zeros(2)}, {"attention_mask": torch.zeros(2)}]
+    set_static_inputs(order, args, kwargs, shares_mask=True)
+    assert kwargs[0]["attention_mask"] is kwargs[1]["attention_mask"]
+    assert args[0][0].data_ptr() != args[1][0].data_ptr()

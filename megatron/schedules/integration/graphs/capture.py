@@ -23,9 +23,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron.schedules.integration.graphs.order import Numbers, engine_order, layer_passes, set_static_inputs
+from megatron.schedules.integration.gpu_libraries import ENGINE
+from megatron.schedules.integration.graphs.order import MASK, Numbers, engine_order, layer_passes, set_static_inputs
 from megatron.schedules.integration.graphs.replay import FUSED, Replay, memory_of
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.programs.program import Program
@@ -93,7 +95,8 @@ class Capture:
         passes = list(layer_passes(self.program, layers))
         split = {each[1:] for each in passes if each.kind is Kind.W}
         order = engine_order(passes, numbers, lambda chunk, layer: _defers(by_chunk[chunk][layer]))
-        set_static_inputs(order, sample_args, sample_kwargs)
+        shares_mask = not any(map(_reads_mask, callables))
+        set_static_inputs(order, sample_args, sample_kwargs, shares_mask=shares_mask)
         modules = tuple(
             self._module(by_chunk[chunk][layer], numbers(chunk, microbatch, layer), (chunk, microbatch, layer) in split)
             for chunk, microbatch, layer in numbers
@@ -113,8 +116,11 @@ class Capture:
                 self._volatile,
                 module.weights and module.weights.gradients,
                 is_first=first[chunk] == microbatch,
+                mask=named.get(MASK) if shares_mask else None,
             )
-            for graph, module, (chunk, microbatch, _) in zip(graphs, modules, numbers, strict=True)
+            for graph, module, named, (chunk, microbatch, _) in zip(
+                graphs, modules, sample_kwargs, numbers, strict=True
+            )
         )
 
     def _module(self, layer: Any, number: int, is_split: bool) -> Any:
@@ -134,6 +140,16 @@ def _defers(layer: Any) -> bool:
     """Returns whether a linear in the graphs of ``layer`` leaves its weight gradient to W."""
     inside = chain.from_iterable(part.modules() for part in layer._get_submodules_under_cudagraphs())
     return any(local.defers(module) or transformer_engine.defers(module) for module in inside)
+
+
+def _reads_mask(layer: Any) -> bool:
+    """Returns whether attention of ``layer`` may read the mask that it is given; Transformer Engine's need not."""
+    attention: Any = getattr(layer, "self_attention", None)
+    if not hasattr(attention, "core_attention"):
+        return attention is not None and any(True for _ in attention.parameters())
+    kernel = sys.modules[ENGINE].DotProductAttention
+    builds_its_own = attention.attn_mask_type in (AttnMaskType.causal, AttnMaskType.no_mask)
+    return not (builds_its_own and isinstance(attention.core_attention, kernel))
 
 
 class _Captured(torch.nn.Module):

@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron.schedules.programs.program import Program
 from megatron.schedules.schedule.kinds import Kind
 
+MASK = "attention_mask"
 # Inputs that are the same for every layer and microbatch.
-_SHARED = ("rotary_pos_emb",)
+_SAME = ("rotary_pos_emb",)
 
 
 class LayerPass(NamedTuple):
@@ -94,7 +95,9 @@ def one_by_one(chunks: int, microbatches: int) -> list[int]:
     return [sign * (chunk + 1) for chunk in range(chunks) for _ in range(microbatches) for sign in (1, -1)]
 
 
-def set_static_inputs(order: Sequence[int | float], args: MutableSequence[Any], kwargs: MutableSequence[Any]) -> None:
+def set_static_inputs(
+    order: Sequence[int | float], args: MutableSequence[Any], kwargs: MutableSequence[Any], *, shares_mask: bool = False
+) -> None:
     """Replaces the static inputs of each number by as many sets as are in flight in ``order``.
 
     A set is in use from the F of a layer and microbatch to its I, and then free for any other of the same shapes.
@@ -103,13 +106,22 @@ def set_static_inputs(order: Sequence[int | float], args: MutableSequence[Any], 
         order: see :func:`engine_order`.
         args: for each number the positional inputs.
         kwargs: for each number the inputs by name.
+        shares_mask: whether no layer reads its attention mask, so that one serves all.
     """
     free: dict[Any, list[Any]] = defaultdict(list)
+    masks: dict[Any, Tensor] = {}
+
+    def own_named(tensors: Any) -> Any:
+        same = {name: tensor for name, tensor in tensors.items() if name in _SAME}
+        if shares_mask and MASK in tensors:
+            same[MASK] = masks.setdefault(tensors[MASK].shape, tensors[MASK])
+        return {name: same[name] if name in same else _own(tensor) for name, tensor in tensors.items()}
+
     for number in order:
         index = abs(int(number)) - 1
         form = _form(args[index], kwargs[index])
         if number > 0:
-            found = free[form].pop() if free[form] else (tuple(map(_own, args[index])), _own_named(kwargs[index]))
+            found = free[form].pop() if free[form] else (tuple(map(_own, args[index])), own_named(kwargs[index]))
             args[index], kwargs[index] = found
         elif number == int(number):
             free[form].append((args[index], kwargs[index]))
@@ -122,7 +134,3 @@ def _form(args: Any, kwargs: Any) -> Any:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _own_named(tensors: Any) -> Any:
-    return {name: tensor if name in _SHARED else _own(tensor) for name, tensor in tensors.items()}

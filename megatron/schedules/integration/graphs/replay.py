@@ -27,6 +27,7 @@ class Replay:
         stores: returns the queue of the running call; None in an evaluation.
         volatile: :attr:`.WeightGradients.volatile` of these queues; gets the memory of the outputs.
         gradients: parameters with the memory of their gradients, or with :data:`FUSED`; None if W has no graph.
+        mask: the static attention mask, if it serves all layers and microbatches because none reads it.
         is_first: whether it is the stage's first microbatch, whose forward quantizes the weights.
     """
 
@@ -38,15 +39,18 @@ class Replay:
         gradients: Sequence[tuple[Tensor, Any]] | None,
         *,
         is_first: bool,
+        mask: Tensor | None = None,
     ) -> None:
         self._graph, self._stores, self._volatile = graph, stores, volatile
-        self._gradients, self._is_first = gradients, is_first
+        self._gradients, self._is_first, self._mask = gradients, is_first, mask
         self._parameters = [parameter for parameter, _ in gradients or ()]
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replays the forward."""
         if "is_first_microbatch" in kwargs:  # stock takes microbatch 0 for the first
             kwargs["is_first_microbatch"] = self._is_first
+        if self._mask is not None and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = self._mask  # so that Transformer Engine copies none
         if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # otherwise there may be no backward, and no weight gradients
         outputs = self._graph(_Leaving.apply(hidden), *args, **kwargs)
