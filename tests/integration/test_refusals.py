@@ -232,7 +232,7 @@ REFUSED = {
     "Megatron's own CUDA graphs of layers": (
         "--pipeline-schedule zb-1p --cuda-graph-impl local",
         "--pipeline-schedule zb-1p does not work with --cuda-graph-impl local: its graphs of layers have no weight "
-        "gradients that a plan places; use --cuda-graph-impl transformer_engine, or leave the flag out",
+        "gradients that a plan places; use transformer_engine, or leave the flag out",
     ),
     "CUDA graphs by their old flag": (
         "--pipeline-schedule zb-1p --enable-cuda-graph",

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.schedules.estimate.build import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
-from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.spec import GRAPHS, JobSpec, Settings
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.planner.registry import check_parts, follows_costs, names_following_costs
@@ -21,10 +21,6 @@ _NOT_WITH_LENGTHS = {
     "phase_transition_iterations": "samples of the next phase cannot be read ahead; leave one of the two out",
 }
 
-_OTHER_GRAPHS = {
-    "local": "its graphs of layers have no weight gradients that a plan places",
-    "full_iteration": "an iteration is not captured as a whole so far",
-}
 _ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
 _SHAPE = "a graph is for microbatches of one shape"
 _NOT_WITH_GRAPHS = {
@@ -55,7 +51,7 @@ def validate(spec: JobSpec) -> None:
         _check_hybrid(spec)
     if settings.plan_lengths:
         _check_plan_lengths(spec)
-    if spec.stock.cuda_graphs:
+    if spec.stock.cuda_graphs == GRAPHS:
         _check_graphs(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
@@ -135,14 +131,8 @@ def _check_hybrid(spec: JobSpec) -> None:
 
 
 def _check_graphs(spec: JobSpec) -> None:
-    """Refuses CUDA graphs that are not those of layers, and all that changes what the graphs have captured."""
-    settings, given, flags, impl = spec.settings, spec.stock.given, spec.flags, spec.stock.cuda_graphs
-    if impl != "transformer_engine":
-        why = _OTHER_GRAPHS.get(impl, "it is unknown")
-        raise PlanError(
-            f"{flags['schedule']} {settings.schedule.name} does not work with --cuda-graph-impl {impl}: {why}; use "
-            "--cuda-graph-impl transformer_engine, or leave the flag out"
-        )
+    """Refuses what changes what CUDA graphs of layers have captured."""
+    settings, given, flags = spec.settings, spec.stock.given, spec.flags
     changing = {
         flags["replan"]: (settings.replan, _ONE_PLAN),
         f"{flags['memory_limit']} auto": (settings.measures_limit, _ONE_PLAN),
@@ -153,7 +143,7 @@ def _check_graphs(spec: JobSpec) -> None:
     }
     for flag, (is_given, why) in changing.items():
         if is_given:
-            raise PlanError(f"--cuda-graph-impl {impl} does not go with {flag}: {why}; leave one of the two out")
+            raise PlanError(f"--cuda-graph-impl {GRAPHS} does not go with {flag}: {why}; leave one of the two out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:

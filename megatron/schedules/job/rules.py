@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.job.machine import ANY, Machine
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import GRAPHS, JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
@@ -127,10 +127,13 @@ def _linears(job: _Job) -> str:
 
 
 def _graphs(job: _Job) -> str:
-    """Refuses CUDA graphs that the installed libraries cannot capture, or with passes that no graph has."""
+    """Refuses CUDA graphs other than those of layers, and if they cannot be captured here or have not all passes."""
     impl, fault = job.spec.stock.cuda_graphs, job.machine.graphs_fault
-    if not impl:
+    if job.spec.stock.given.isdisjoint(("cuda_graph_impl", "external_cuda_graph")):
         return ""
+    if impl != GRAPHS:
+        why = _OTHER_GRAPHS.get(impl, "it is unknown")
+        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS}, or leave the flag out"
     fault = fault or ("the schedule recomputes or offloads" if job.schedule.kinds & {Kind.R, Kind.O} else "")
     return f"does not work with --cuda-graph-impl {impl} here: {fault}; leave the flag out" if fault else ""
 
@@ -178,6 +181,10 @@ def _words(job: _Job) -> str:
     )
 
 
+_OTHER_GRAPHS = {
+    "local": "its graphs of layers have no weight gradients that a plan places",
+    "full_iteration": "an iteration is not captured as a whole so far",
+}
 _FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
 _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
@@ -220,7 +227,7 @@ _RULES = (
         _TWICE,
         "--recompute-granularity full",
     ),
-    _flag("enable_cuda_graph", f"its graphs of layers have no weight gradients that a plan places; {_OUT}"),
+    _flag("enable_cuda_graph", f"{_OTHER_GRAPHS['local']}; {_OUT}"),
     _graphs,
     _flag("overlap_moe_expert_parallel_comm", _NO_WEIGHTS, _WHOLE),
     _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),

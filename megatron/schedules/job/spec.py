@@ -127,6 +127,10 @@ class StockLayers:
         return "|" in (self.pattern or "")
 
 
+GRAPHS = "transformer_engine"
+"""Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
+
+
 @dataclass(frozen=True)
 class StockFlags:
     """Megatron's other arguments that the compatibility rules read.
