@@ -107,9 +107,18 @@ def _no_copy_out() -> None:
     replay._Leaving.backward = staticmethod(lambda ctx, gradient: gradient)
 
 
+def _outputs_in_place() -> None:
+    replay.memory_of = lambda values: ()  # type: ignore[assignment]
+
+
 def _stale() -> None:
     kept = WeightGradients.kept
     WeightGradients.kept = lambda self, operand: cuda_graphs.weak(kept(self, operand))  # type: ignore[method-assign]
 
 
-FAULTS: Mapping[str, Callable[[], None]] = {"no copy in": _no_copy_in, "no copy out": _no_copy_out, "stale": _stale}
+FAULTS: Mapping[str, Callable[[], None]] = {
+    "outputs in place": _outputs_in_place,
+    "no copy in": _no_copy_in,
+    "no copy out": _no_copy_out,
+    "stale": _stale,
+}

@@ -27,7 +27,9 @@ ROUTER = "--cuda-graph-modules moe_router moe_preprocess"
 BOTH = "--cuda-graph-modules attn moe_router moe_preprocess"
 ATTENTION_AND_MLP = "--cuda-graph-modules attn mlp"
 EXPERTS = "--cuda-graph-modules attn moe"
+SCORES = "--cuda-graph-modules moe_router"
 WHAT = {
+    SCORES: "the router alone",
     EXPERTS: "attention and experts of one size",
     ATTENTION: "attention",
     MLP: "MLP",
@@ -69,6 +71,9 @@ NIGHT = {
     "MLP": Job(graphs=MLP),
     "router": Job("v-zb", ROUTER, MOE),
     "shared experts": Job("v-half", BOTH, f"{MOE} --moe-shared-expert-intermediate-size 64"),
+    "shared experts outside": Job(
+        "v-half", SCORES, f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+    ),
     "zb-1p": Job("zb-1p"),
     "zb-1p, whole layers": Job("zb-1p", LAYERS),
     "v-zb": Job("v-zb"),
@@ -200,6 +205,13 @@ def test_gradients_are_those_of_the_job_without_graphs(jobs: Jobs, name: str) ->
 def test_a_missing_copy_and_stale_memory_are_noticed(jobs: Jobs, fault: str) -> None:
     """By the model of CUDA graphs: as on a GPU, gradients are wrong without a word."""
     assert unequal(jobs(DAY["attention"], fault=fault), jobs.without(DAY["attention"]))
+
+
+@pytest.mark.nightly
+def test_a_missing_copy_of_an_output_is_noticed(jobs: Jobs) -> None:
+    """A linear outside of graphs reads what a graph gives, and its W comes when other graphs have that memory."""
+    job = JOBS["shared experts outside"]
+    assert unequal(jobs(job, fault="outputs in place"), jobs.without(job))
 
 
 @pytest.mark.nightly

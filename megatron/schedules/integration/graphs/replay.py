@@ -19,8 +19,8 @@ FUSED = "added to main_grad"
 class Replay:
     """Graphed callable of one layer and microbatch. Its I leaves the replay of W to the queue of the running call.
 
-    The gradient of its input lies in memory that the next graphs overwrite. It is copied, because other ranks and the W
-    of a linear outside of graphs read it later.
+    Its outputs and the gradient of its input lie in memory that the next graphs overwrite. The gradient is copied,
+    because other ranks and the W of a linear outside of graphs read it later. Such a linear copies an output for its W.
 
     Args:
         graph: Transformer Engine's graphed callable.
