@@ -28,7 +28,9 @@ BOTH = "--cuda-graph-modules attn moe_router moe_preprocess"
 ATTENTION_AND_MLP = "--cuda-graph-modules attn mlp"
 EXPERTS = "--cuda-graph-modules attn moe"
 SCORES = "--cuda-graph-modules moe_router"
+ATTENTION_AND_SCORES = "--cuda-graph-modules attn moe_router"
 WHAT = {
+    ATTENTION_AND_SCORES: "attention and the router alone",
     SCORES: "the router alone",
     EXPERTS: "attention and experts of one size",
     ATTENTION: "attention",
@@ -100,6 +102,26 @@ NIGHT = {
     "FP8 blockwise": Job("v-half", LAYERS, f"{WIDE} {FP8} blockwise"),
     "MXFP8": Job(flags=f"{WIDE} {FP8} mxfp8", capability="10.0"),
     "NVFP4": Job(flags=f"{WIDE} {FP4}", capability="10.0"),
+}
+SHARDED = f"{OVERLAP} --use-distributed-optimizer --overlap-param-gather"
+FP8_EXPERTS = f"{WIDE} {MOE_ALLTOALL} --moe-grouped-gemm --moe-router-padding-for-quantization"
+NIGHT |= {
+    "four ranks": Job("v-zb", LAYERS, f"{MODERN} --pipeline-model-parallel-size 4 --global-batch-size 12", 2),
+    "FP8 tensorwise, primary weights": Job(
+        "v-half", LAYERS, f"{WIDE} {FP8} tensorwise --fp8-param-gather {SHARDED}", 2
+    ),
+    "FP8 tensorwise, sequence parallel": Job(
+        "v-half", LAYERS, f"{WIDE} {FP8} tensorwise --tensor-model-parallel-size 2 --sequence-parallel", 2
+    ),
+    "FP8 delayed, data parallel": Job("zb-1p", ATTENTION, f"{WIDE} {FP8} delayed {OVERLAP}", 2),
+    "FP8 blockwise, experts": Job("v-half", ATTENTION_AND_SCORES, f"{FP8_EXPERTS} {FP8} blockwise"),
+    "MXFP8, experts, primary weights": Job(
+        "v-half",
+        ATTENTION_AND_SCORES,
+        f"{FP8_EXPERTS} {FP8} mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag {SHARDED}",
+        2,
+        capability="10.0",
+    ),
 }
 RECOMPUTED = "--recompute-granularity selective --recompute-modules"
 NIGHT |= {
