@@ -98,7 +98,7 @@ def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
     assert auto.time <= named.time
     assert of_script.half is not None and of_script.without is not None
     assert of_script.half.activations < 0.8 * of_script.without.activations
-    assert "leave out cuda_graph_impl: does not work with --cuda-graph-impl: CUDA graphs are not" in found.stdout
+    assert "leave out cuda_graph_impl: does not work with --cuda-graph-impl local: its graphs of layers" in found.stdout
     # The same figures as on the page, which come from Megatron-Bridge itself.
     assert answers[KNOWN] == read(JSON)[KNOWN]
 
@@ -121,6 +121,17 @@ def test_of_two_settings_that_exclude_each_other_one_is_left_out(wheel: Path):
     found = said(str(script), "--gpus", "16", "--search-seconds", "0", "--json", f"{wheel}/a.json")
     assert found.returncode == 0, found.stderr
     assert list(read(wheel / "a.json")[str(script)].left_out) == ["moe_shared_expert_overlap"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("impl", ["transformer_engine --cuda-graph-modules attn", "full_iteration"])
+def test_of_cuda_graphs_those_of_layers_are_accepted(tmp_path: Path, impl: str):
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT.replace("local --overlap-moe-expert-parallel-comm", impl))
+    found = said(str(script), "--gpus", "16", "--search-seconds", "0", "--json", f"{tmp_path}/a.json")
+    assert found.returncode == 0, found.stderr
+    left = list(read(tmp_path / "a.json")[str(script)].left_out)
+    assert left == (["cuda_graph_impl"] if impl == "full_iteration" else [])
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

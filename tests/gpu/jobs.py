@@ -22,6 +22,7 @@ without_gpu()  # with Transformer Engine's Python, if that is on the path
 
 import pretrain_gpt
 from benchmarks.quick_start import quick_start
+from megatron.schedules.integration.gpu_libraries import graphs_fault as graphs_fault
 from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.profile_facts import CopyRates
@@ -35,6 +36,7 @@ from tests.integration import te_itself  # isort: skip
 from tests.gpu.ranks import run_ranks  # isort: skip
 from tests.gpu.round_passes import Watcher, watch  # isort: skip
 from tests.gpu.settings import Setting  # isort: skip
+from tests.support import cuda_graphs  # isort: skip
 from tests.support.weights import gradient_digests, start_equal  # isort: skip
 
 quick_start()
@@ -138,6 +140,8 @@ def _rank(job: Job) -> Ran:
     if watcher is not None:
         watch(watcher)
     torch.set_num_threads(1)
+    if "--te-rng-tracker" in job.flags and not torch.cuda.is_available():  # for CUDA graphs
+        cuda_graphs.install()
     if job.exact:
         torch.use_deterministic_algorithms(True, warn_only=True)
     sys.argv = ["pretrain_gpt.py", *job.flags]

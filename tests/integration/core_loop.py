@@ -24,10 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.transformer import TransformerConfig, cuda_graphs
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.schedules.integration.layers.tied import copies as found_copies
 from tests.integration.forked_ranks import run_ranks
@@ -75,11 +76,13 @@ def _refusal(*job: Any) -> str:
 def _loop(
     groups: dict[str, int], settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]
 ) -> list[Done]:
+    if "prepare" in options:
+        options.pop("prepare")()
     passes = install(**(settings or {"schedule": None}))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
-    model_parallel_cuda_manual_seed(1)
+    model_parallel_cuda_manual_seed(1, te_rng_tracker=options.get("use_te_rng_tracker", False))
     chunks = model_of(**options)
     models = [ref(chunk) for chunk in chunks]
     done = trained(chunks, calls, passes, **options)
@@ -134,7 +137,7 @@ def model_of(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=more.get("params_dtype", torch.float32),
         variable_seq_lengths=varied,
         moe_token_dispatcher_type="alltoall",  # the default refuses samples that differ in length
         attention_dropout=0.0,
@@ -186,16 +189,20 @@ def trained(
     frozen_first: str | None = None,
     passed: str = "causal",
     everywhere: bool = True,
+    capture_before: int | None = None,
     **_: Any,
 ) -> list[Done]:
     """Calls the schedule function as verl does if samples are ``varied``, otherwise as megatron-core's quick start.
 
     Its forward step has ``passed`` layers a mask, see :func:`forward_step`. Parameters whose names contain
-    ``frozen_first`` are trained from the second training call on.
+    ``frozen_first`` are trained from the second training call on. Layers are captured as CUDA graphs right before the
+    call of number ``capture_before``.
     """
     function = get_forward_backward_func()
     done: list[Done] = []
     for call in calls:
+        if len(done) == capture_before:
+            _capture(chunks, call.microbatches)
         for name, parameter in named_parameters(chunks):
             if frozen_first is not None and frozen_first in name:
                 parameter.requires_grad_(not all(each.forward_only for each in calls[: len(done)]))
@@ -219,6 +226,12 @@ def trained(
         done.append(Done(results, gradients, dict(passes)))
         passes.clear()
     return done
+
+
+def _capture(chunks: list[Any], microbatches: int) -> None:
+    replicas = parallel_state.get_data_parallel_world_size()
+    init_num_microbatches_calculator(0, None, microbatches * ROWS * replicas, ROWS, replicas)
+    cuda_graphs.TECudaGraphHelper(chunks, get_model_config(chunks[0]), LENGTH, ROWS).create_cudagraphs()
 
 
 def _replica() -> tuple[int, int]:

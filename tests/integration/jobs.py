@@ -66,6 +66,7 @@ from tests.integration import replanned as replanned_jobs
 from tests.integration.behind_messages import Recorded, recorded
 from tests.integration.core_loop import core_loop, core_loop_refusals
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.graphed_jobs import graphed, graphed_loop
 from tests.integration.in_groups import in_groups
 from tests.integration.logged import by_name, logged, numbers
 from tests.integration.ordered_samples import reads_ahead
@@ -88,6 +89,8 @@ __all__ = [
     "called",
     "core_loop",
     "core_loop_refusals",
+    "graphed",
+    "graphed_loop",
     "imported_before",
     "in_groups",
     "logged",

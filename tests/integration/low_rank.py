@@ -11,6 +11,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron.schedules.integration.linears.transformer_engine import linears
+
 RANK = 2
 
 
@@ -37,7 +39,7 @@ def put_in_place() -> None:
         model.requires_grad_(False)
         for layer in model.decoder.layers:
             for linear in list(layer.modules()):
-                if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
+                if isinstance(linear, (ColumnParallelLinear, RowParallelLinear, *linears())):
                     linear.adapter = Adapter(linear, layer.layer_number)
                     linear.register_forward_hook(_added)
 

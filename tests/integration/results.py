@@ -92,3 +92,19 @@ class Done(NamedTuple):
     results: list[Any]
     gradients: dict[str, torch.Tensor]
     passes: dict[str, int]
+
+
+class Graphed(NamedTuple):
+    """What a rank of a job saw whose layers are CUDA graphs.
+
+    Args:
+        losses: of each iteration; on the last rank only.
+        gradients: for each iteration a digest of every parameter's main_grad.
+        captures: graphs captured.
+        replays: for each iteration the graphs replayed.
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, str]]
+    captures: int
+    replays: list[int]

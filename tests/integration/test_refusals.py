@@ -229,7 +229,50 @@ REFUSED = {
         "--pipeline-schedule v-half --decoder-first-pipeline-num-layers 2",
         "--num-layers must be 2 + a multiple of 7, not 8",
     ),
-    "CUDA graphs": ("--pipeline-schedule zb-1p --cuda-graph-impl local", "--cuda-graph-impl"),
+    "Megatron's own CUDA graphs of layers": (
+        "--pipeline-schedule zb-1p --cuda-graph-impl local",
+        "--pipeline-schedule zb-1p does not work with --cuda-graph-impl local: its graphs of layers have no weight "
+        "gradients that a plan places; use transformer_engine, or leave the flag out",
+    ),
+    "CUDA graphs by their old flag": (
+        "--pipeline-schedule zb-1p --enable-cuda-graph",
+        "does not work with --enable-cuda-graph: its graphs of layers have no weight gradients that a plan places",
+    ),
+    "a CUDA graph of a whole iteration": (
+        "--pipeline-schedule v-half --cuda-graph-impl full_iteration",
+        "does not work with --cuda-graph-impl full_iteration: an iteration is not captured as a whole so far",
+    ),
+    "CUDA graphs and several plans": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 1 --pipeline-replan --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine does not go with --pipeline-replan: graphs are captured once, in the "
+        "order of one plan for one number of microbatches; leave one of the two out",
+    ),
+    "CUDA graphs and a limit to measure": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit auto --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine does not go with --pipeline-memory-limit auto: graphs are captured once",
+    ),
+    "CUDA graphs and plans for lengths": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --external-cuda-graph",
+        "--cuda-graph-impl transformer_engine does not go with --pipeline-plan-lengths: graphs are captured once",
+    ),
+    "CUDA graphs and a growing batch": (
+        "--pipeline-schedule v-half --rampup-batch-size 4 4 8 --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine does not go with --rampup-batch-size: graphs are captured once",
+    ),
+    "CUDA graphs that are not verified": (
+        "--pipeline-schedule v-half --pipeline-verify --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine does not go with --pipeline-verify: the iteration that it verifies comes "
+        "before the graphs",
+    ),
+    "CUDA graphs and memory saving": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory recompute --cuda-graph-impl "
+        "transformer_engine",
+        "does not go with --pipeline-save-memory: a graph neither recomputes nor offloads",
+    ),
+    "CUDA graphs of packed samples": (
+        "--pipeline-schedule v-half --dataloader-inter-document-masking --cuda-graph-impl transformer_engine",
+        "does not go with --dataloader-inter-document-masking: a graph is for microbatches of one shape",
+    ),
     "linears it cannot split": (
         "--pipeline-schedule zb-1p --transformer-impl transformer_engine",
         "--transformer-impl",
@@ -551,7 +594,14 @@ BY_DAY = {
 }
 # Of these docs/compatibility.md tells: Megatron has them, and ours refuses them.
 KNOWN = (
-    "CUDA graphs",
+    "Megatron's own CUDA graphs of layers",
+    "a CUDA graph of a whole iteration",
+    "CUDA graphs and several plans",
+    "CUDA graphs and plans for lengths",
+    "CUDA graphs and a growing batch",
+    "CUDA graphs that are not verified",
+    "CUDA graphs and memory saving",
+    "CUDA graphs of packed samples",
     "FSDP",
     "activation offloading",
     "checkpoints that could not cross",

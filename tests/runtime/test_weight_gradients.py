@@ -451,3 +451,14 @@ def test_what_ran_ahead_is_freed():
     assert seen() is None and store.parameters(0, 0) == set()
     store.run(0, 0)
     assert weight.grad is not None and weight.grad.eq(1).all(), "not twice"
+
+
+def test_an_operand_in_memory_that_is_overwritten_before_w_is_copied() -> None:
+    buffer, own = torch.zeros(4, 3), torch.ones(2)
+    store = WeightGradients()
+    assert store.kept(buffer) is buffer, "no memory is overwritten"
+    store.volatile.add(buffer.untyped_storage().data_ptr())
+    kept, untouched, *parts = (store.kept(each) for each in (buffer, own, [buffer[:1], own]))
+    buffer.fill_(7.0)
+    assert kept.abs().sum() == 0 and untouched is own
+    assert parts[0][0].abs().sum() == 0 and parts[0][1] is own

@@ -32,6 +32,8 @@ _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_s
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """Returns ``tensor`` quantized, written to ``output`` if given."""
+    if noop is not None and torch.cuda.is_current_stream_capturing():
+        return _unless(noop, tensor, quantizer, output)
     if noop is not None and noop.item():
         return output
     x = tensor.detach().contiguous()
@@ -57,6 +59,17 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> 
     if hasattr(untouched, "stochastic_rounding"):
         untouched.stochastic_rounding = False  # zeros need no random numbers
     return quantize(torch.zeros(tuple(shape), dtype=dtype), untouched)
+
+
+def _unless(noop: Tensor, tensor: Tensor, quantizer: Any, output: Any) -> Any:
+    """Quantizes into ``output`` unless ``noop``, which a replay of a CUDA graph reads anew."""
+    buffers = [buffer for buffer in vars(output).values() if type(buffer) is Tensor]
+    before = [buffer.clone() for buffer in buffers]
+    quantize(tensor, quantizer, output)
+    for buffer, kept in zip(buffers, before, strict=True):
+        numbers = buffer.view(torch.uint8)
+        numbers.copy_(torch.where(noop.bool(), kept.view(torch.uint8), numbers))
+    return output
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:

@@ -126,10 +126,22 @@ def _layer(build: Build, kind: LayerKind) -> Layer:
         "layernorm": Kept(into, into).plus(behind),  # outputs of both norms
         "core_attn": Kept(_scores(build)),
         "masks": Kept(2 * _mask(build) * hidden),
+        "graphs": Kept(_static(build, kind) * build.number * hidden),
     }
     latent = build.shape.latent
     parts |= _attention(build, operand) if latent is None else _latent(build, operand, latent)
     return parts | (_experts(build, operand) if kind.experts else _feed_forward(build, operand))
+
+
+def _static(build: Build, kind: LayerKind) -> float:
+    """Hidden states per token that graphs of a layer keep beside its activations, from F to I.
+
+    The input of a whole layer is a copy of the output below, which stays too. Where tokens are permuted in a graph for
+    experts on other ranks, they stay after they are sent.
+    """
+    if build.graphs is None or build.shape.experts is None or not kind.experts:
+        return float(build.graphs == frozenset())
+    return float(build.shape.experts.chosen if "moe_preprocess" in build.graphs else not build.graphs)
 
 
 def _shared(build: Build, operand: float, *, kept: bool) -> float:

@@ -178,6 +178,8 @@ class Build:
         number: bytes of one number of activations.
         residual: bytes of one number of the residual stream.
         quantized: how linears are quantized; None if they are not.
+        graphs: parts of a layer that are captured as CUDA graphs, by Megatron's names; empty for whole layers, None
+            without graphs.
     """
 
     shape: Shape
@@ -205,6 +207,7 @@ class Build:
     number: int = 2
     residual: int = 2
     quantized: Quantized | None = None
+    graphs: frozenset[str] | None = None
 
     @property
     def tokens(self) -> float:

@@ -53,7 +53,20 @@ def as_built(args: Any, shape: Shape) -> Build:
         number=number,
         residual=4 if args.fp32_residual_connection else number,
         quantized=_quantized(args),
+        graphs=_graphs(args),
     )
+
+
+def _graphs(args: Any) -> frozenset[str] | None:
+    """Reads which parts of layers Transformer Engine captures; ``moe_preprocess`` only if it permutes tokens."""
+    modules = getattr(args, "cuda_graph_modules", None)
+    if getattr(args, "cuda_graph_impl", None) != "transformer_engine" or not hasattr(args, "cuda_graph_modules"):
+        return None
+    listed = modules.split(",") if isinstance(modules, str) else modules or ()
+    parts = frozenset(str(getattr(module, "name", module)) for module in listed) - {"full"}
+    dispatcher = getattr(args, "moe_token_dispatcher_type", "")
+    permutes = dispatcher == "alltoall" and args.expert_model_parallel_size > 1
+    return parts if permutes else parts - {"moe_preprocess"}
 
 
 def _quantized(args: Any) -> Quantized | None:

@@ -14,8 +14,8 @@ from megatron.schedules.estimate.build import Experts, Latent, Shape
 from megatron.schedules.estimate.layer_pattern import moe_freq_type
 from megatron.schedules.utils.errors import PlanError
 
-Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
-"""For each flag the type of its value (None for a switch) and its default in Megatron's parser."""
+Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], int] | None, Any]]
+"""For each flag the type of its value (None for a switch), or of so many values, and its default in Megatron's."""
 
 # Switches that are off, and on, without the flag; and whole numbers without a default.
 _OFF = """
@@ -99,6 +99,8 @@ def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[st
             parser.add_argument(flag, action="store_false" if default else "store_true", **options)
         elif kind is list:
             parser.add_argument(flag, nargs="+", **options)
+        elif isinstance(kind, tuple):
+            parser.add_argument(flag, type=kind[0], nargs=kind[1], **options)
         else:
             parser.add_argument(flag, type=kind, **options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -17,11 +17,12 @@ from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
@@ -30,10 +31,13 @@ from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.expert_messages import ExpertMessages, HybridBuffer, reset_stocks_own
 from megatron.schedules.integration.flags.configuration import HIDES_MESSAGES
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.gpu_libraries import GRAPHS_OF_STOCK
+from megatron.schedules.integration.graphs.order import one_by_one
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
 from megatron.schedules.integration.refuse import refuse
+from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Hook, Session, Stock, put_in
 
 
@@ -147,10 +151,34 @@ def _partition_buckets(
     return stock(buffers, force_single_bucket_group=force_single_bucket_group and not one, **kwargs)
 
 
+def _create_cudagraphs(stock: Stock, session: Session, helper: Any) -> None:
+    sizes = {"num_microbatches": get_num_microbatches(), "seq_length": helper.seq_length}
+    call = {"model": helper.model, "micro_batch_size": helper.micro_batch_size, "forward_only": False, **sizes}
+    job: Any = schedule_function(session, call)
+    if job is None:
+        stock(helper)
+        return
+    with job.capturing(listed(helper.model), sizes["num_microbatches"]) as session.capture:
+        stock(helper)
+    session.capture = None
+
+
+def _make_graphed_callables(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    return stock(*args, **kwargs) if session.capture is None else session.capture.make(stock, *args, **kwargs)
+
+
+def _convert_schedule_table_to_order(
+    stock: Stock, session: Session, warmup: int, chunks: int, table: Sequence[Any]
+) -> list[int]:
+    if session.capture is None:
+        return list(stock(warmup, chunks, table))
+    return one_by_one(chunks, len(table) // chunks)
+
+
 _WAITS = "stock waits for each message of experts as soon as it has started: weight gradients can run behind it"
 _CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
 
-CORE_HOOKS = (
+CORE_HOOKS: tuple[Hook, ...] = (
     Hook(schedules, "forward_backward_pipelining_without_interleaving", _CHOSEN, _forward_backward),
     Hook(schedules, "forward_backward_pipelining_with_interleaving", _CHOSEN, _forward_backward),
     Hook(schedules, "forward_backward_no_pipelining", "a schedule without a pipeline is refused", _forward_backward),
@@ -218,6 +246,27 @@ CORE_HOOKS = (
         checkpoints.for_two_copies(checkpoints.own_tensors),
     ),
 )
+if all(hasattr(cuda_graphs, name) for name in GRAPHS_OF_STOCK):  # otherwise such graphs are refused
+    CORE_HOOKS += (
+        Hook(
+            cuda_graphs.TECudaGraphHelper,
+            "create_cudagraphs",
+            "stock captures graphs in the order of its own schedules; they share memory in the order of the plan",
+            _create_cudagraphs,
+        ),
+        Hook(
+            cuda_graphs,
+            "convert_schedule_table_to_order",
+            "stock allocates static inputs in that order, which assumes that backwards come in the order of forwards",
+            _convert_schedule_table_to_order,
+        ),
+        Hook(
+            cuda_graphs,
+            "make_graphed_callables",
+            "stock has no graph of W that a plan can place, nor copies of what W reads from memory that graphs share",
+            _make_graphed_callables,
+        ),
+    )
 
 
 def install(arguments: Mapping[str, Any]) -> None:

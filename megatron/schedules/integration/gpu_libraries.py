@@ -6,6 +6,7 @@ A job's first lines name the optional ones.
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
 """Those of Transformer Engine whose backward can be split."""
 OLDEST = "2.3"
 """The first version in which all of these can delay their weight gradients."""
+
+OLDEST_WITH_GRAPHS = 2, 16
+"""The first version, of those that were tried, that captures weight gradients in a CUDA graph of their own."""
+GRAPHS_OF_STOCK = ("TECudaGraphHelper", "convert_schedule_table_to_order", "make_graphed_callables")
+"""Names in ``megatron.core.transformer.cuda_graphs`` that are replaced. Not every version has them."""
 
 
 class Library(NamedTuple):
@@ -105,6 +111,22 @@ def te_fault() -> str | None:
                 f"as {OLDEST} and later do"
             )
     return None
+
+
+def graphs_fault() -> str | None:
+    """Returns the reason why layers cannot be captured as CUDA graphs, without a full stop; None if they can.
+
+    Raises:
+        TooEarlyError: Transformer Engine is not imported yet.
+    """
+    if fault := te_fault():
+        return fault
+    if tuple(map(int, re.findall(r"\d+", te_version())[:2])) < OLDEST_WITH_GRAPHS:
+        needed = ".".join(map(str, OLDEST_WITH_GRAPHS))
+        return f"Transformer Engine {te_version()} has no CUDA graphs of weight gradients, as {needed} and later do"
+    stock = after_megatron("megatron.core.transformer.cuda_graphs")
+    lacking = [name for name in GRAPHS_OF_STOCK if not hasattr(stock, name)]
+    return f"this megatron-core has no {', '.join(lacking)}" if lacking else None
 
 
 def te_version() -> str:

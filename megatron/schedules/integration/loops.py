@@ -7,6 +7,7 @@ model, which is collective over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
 from megatron.schedules.integration.flags.configuration import loop_job
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.gpu_libraries import libraries_line
+from megatron.schedules.integration.graphs.capture import Capture
 from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, RunningJob, first_measurement
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
@@ -136,6 +138,10 @@ class LoopJob:
             _leave_out_recompute(chunks)
         session.planner = session.plans.planner(job)
         self._job = _begun(session, job, session.planner, flags, lambda: self._done + 1)
+
+    def capturing(self, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> AbstractContextManager[Capture]:
+        """Works like :meth:`.ScheduleFunction.capturing`."""
+        return self._job.function.capturing(chunks, num_microbatches)
 
     def __call__(self, **call: Any) -> list[Any]:
         """Runs one call; arguments and results as in stock."""

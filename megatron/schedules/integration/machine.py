@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.schedules.integration.environment import whole_variable
-from megatron.schedules.integration.gpu_libraries import te_fault, te_missing
+from megatron.schedules.integration.gpu_libraries import graphs_fault, te_fault, te_missing
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import GRAPHS, JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
 
@@ -30,6 +30,7 @@ def machine_of(spec: JobSpec) -> Machine:
         whole_variable("LOCAL_WORLD_SIZE", 1),
         (te_fault() or "") if needs_engine else "",
         not needs_engine or not te_missing(),
+        (graphs_fault() or "") if spec.stock.cuda_graphs == GRAPHS else "",
     )
 
 

@@ -66,11 +66,14 @@ class ModelBinding:
 
     Attributes:
         offloads: offloaded activations; None before a program with O.
+        volatile: :attr:`.WeightGradients.volatile` of all calls.
     """
 
     def __init__(self, planner: Planner, *, watches_all: bool = False) -> None:
         self._planner, self._watches_all = planner, watches_all
         self._store: WeightGradients | None = None
+        self._running: WeightGradients | None = None
+        self.volatile: set[int] = set()
         self._recompute: Recomputes | None = None
         self.offloads: Offloads | None = None
 
@@ -110,12 +113,32 @@ class ModelBinding:
         """
         store = self._store
         if store is None or meter is not None:
-            store = WeightGradients(meter, hooked=self.offloads is not None, watches_all=self._watches_all)
-            for chunk in chunks:
-                split_linears(chunk, store)
-                split_te_linears(chunk, store)
+            hooked, watches_all = self.offloads is not None, self._watches_all
+            store = WeightGradients(meter, hooked=hooked, watches_all=watches_all, volatile=self.volatile)
+            _bind_linears(chunks, store)
         self._store = store if meter is None else None
+        self._running = store
         return store
+
+    def running(self) -> WeightGradients:
+        """Returns the queue of the call that runs, or of the last one."""
+        assert self._running is not None
+        return self._running
+
+    @contextmanager
+    def lent(self, chunks: Chunks, store: WeightGradients) -> Iterator[None]:
+        """Binds the linears of ``chunks`` to ``store`` for a while."""
+        _bind_linears(chunks, store)
+        try:
+            yield
+        finally:
+            self._store = None  # the next call binds them anew
+
+
+def _bind_linears(chunks: Chunks, store: WeightGradients) -> None:
+    for chunk in chunks:
+        split_linears(chunk, store)
+        split_te_linears(chunk, store)
 
 
 def _decoder_layers(model_chunk: torch.nn.Module) -> list[torch.nn.Module]:

@@ -22,6 +22,7 @@ from megatron.schedules.integration.background_plans import (
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.graphs.capture import Capture
 from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
@@ -44,6 +45,7 @@ from megatron.schedules.runtime.planner import Planner
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.simulator import Timeline
 
 # Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
@@ -112,6 +114,20 @@ class ScheduleFunction:
         self.peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._verify = Verification(planner, self.peaks, self.model) if verify else None
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
+        self._captured: Program | None = None
+        self._training = False
+
+    @contextmanager
+    def capturing(self, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> Iterator[Capture]:
+        """Prepares this rank's ``chunks`` for the capture of CUDA graphs, for calls with ``num_microbatches``."""
+        program = self._planner.program(num_microbatches, self._rank, forward_only=False)
+        capture = Capture(program, self._store, self.model.volatile)
+        with self.model.lent(chunks, capture.store):
+            yield capture
+        self._captured = program
+
+    def _store(self) -> WeightGradients | None:
+        return self.model.running() if self._training else None
 
     def __call__(
         self,
@@ -186,7 +202,10 @@ class ScheduleFunction:
 
         ``timeline`` is that of ``program``; None for the usual plan's.
         """
-        config, training = get_model_config(chunks[0]), not call.forward_only
+        config, self._training = get_model_config(chunks[0]), not call.forward_only
+        training = self._training
+        if training and self._captured is not None and self._captured is not program:
+            raise RuntimeError("CUDA graphs were captured in the order of another plan: a job has one")
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
         if training and self.profiler is not None and not again:
             measuring = self.profiler.begin(program, chunks, measuring.meter)

@@ -18,6 +18,7 @@ from torch.nn import Module
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS, settings_without_flags
+from megatron.schedules.integration.graphs.capture import Capture
 from megatron.schedules.integration.host_waits import LateChecks
 from megatron.schedules.integration.job_replanning import RunningJob
 from megatron.schedules.integration.refuse import refuse
@@ -63,6 +64,7 @@ class Session:
         self.late_checks = LateChecks()
         self.expert_messages = ExpertMessages()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets
+        self.capture: Capture | None = None  # of CUDA graphs, while it goes on
         self._running: int | None = None
 
     @property

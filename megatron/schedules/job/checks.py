@@ -8,7 +8,7 @@ from typing import Any
 from megatron.schedules.estimate.build import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
-from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.spec import GRAPHS, JobSpec, Settings
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.planner.registry import check_parts, follows_costs, names_following_costs
@@ -19,6 +19,16 @@ _NOT_WITH_LENGTHS = {
     "iterations_to_skip": "samples are read an iteration ahead; leave one of the two out",
     "hybrid_context_parallel": "it deals sequences out itself; leave one of the two out",
     "phase_transition_iterations": "samples of the next phase cannot be read ahead; leave one of the two out",
+}
+
+_ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
+_SHAPE = "a graph is for microbatches of one shape"
+_NOT_WITH_GRAPHS = {
+    "rampup_batch_size": _ONE_PLAN,
+    "step_batch_size_schedule": _ONE_PLAN,
+    "variable_seq_lengths": _SHAPE,
+    "sft": _SHAPE,
+    "dataloader_inter_document_masking": _SHAPE,
 }
 
 
@@ -41,6 +51,8 @@ def validate(spec: JobSpec) -> None:
         _check_hybrid(spec)
     if settings.plan_lengths:
         _check_plan_lengths(spec)
+    if spec.stock.cuda_graphs == GRAPHS:
+        _check_graphs(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
@@ -116,6 +128,22 @@ def _check_hybrid(spec: JobSpec) -> None:
                 f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
                 "estimated; leave the flag out"
             )
+
+
+def _check_graphs(spec: JobSpec) -> None:
+    """Refuses what changes what CUDA graphs of layers have captured."""
+    settings, given, flags = spec.settings, spec.stock.given, spec.flags
+    changing = {
+        flags["replan"]: (settings.replan, _ONE_PLAN),
+        f"{flags['memory_limit']} auto": (settings.measures_limit, _ONE_PLAN),
+        flags["plan_lengths"]: (settings.plan_lengths, _ONE_PLAN),
+        flags["verify"]: (settings.verify, "the iteration that it verifies comes before the graphs"),
+        flags["save_memory"]: (settings.saving != MemorySaving(), "a graph neither recomputes nor offloads"),
+        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in _NOT_WITH_GRAPHS.items()},
+    }
+    for flag, (is_given, why) in changing.items():
+        if is_given:
+            raise PlanError(f"--cuda-graph-impl {GRAPHS} does not go with {flag}: {why}; leave one of the two out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:

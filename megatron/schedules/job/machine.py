@@ -15,6 +15,7 @@ class Machine:
         ranks_on_host: ranks that share the host's memory.
         engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
         has_engine: whether Transformer Engine works there at all.
+        graphs_fault: why the installed libraries cannot capture layers as CUDA graphs; empty if they can.
     """
 
     device: float | None = None
@@ -22,6 +23,7 @@ class Machine:
     ranks_on_host: int = 1
     engine_fault: str = ""
     has_engine: bool = True
+    graphs_fault: str = ""
 
 
 ANY = Machine()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.job.machine import ANY, Machine
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import GRAPHS, JobSpec
 from megatron.schedules.job.stage_layers import wrong_layers
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
@@ -126,6 +126,18 @@ def _linears(job: _Job) -> str:
     return unsplittable(job.spec, job.machine) if _SPLIT.holds(job) else ""
 
 
+def _graphs(job: _Job) -> str:
+    """Refuses CUDA graphs other than those of layers, and if they cannot be captured here or have not all passes."""
+    impl, fault = job.spec.stock.cuda_graphs, job.machine.graphs_fault
+    if job.spec.stock.given.isdisjoint(("cuda_graph_impl", "external_cuda_graph")):
+        return ""
+    if impl != GRAPHS:
+        why = _OTHER_GRAPHS.get(impl, "it is unknown")
+        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS}, or leave the flag out"
+    fault = fault or ("the schedule recomputes or offloads" if job.schedule.kinds & {Kind.R, Kind.O} else "")
+    return f"does not work with --cuda-graph-impl {impl} here: {fault}; leave the flag out" if fault else ""
+
+
 def _fp8_recipe(job: _Job) -> str:
     """Refuses an FP8 recipe whose linears cannot be split."""
     recipe = job.spec.stock.fp8_recipe
@@ -169,10 +181,13 @@ def _words(job: _Job) -> str:
     )
 
 
+_OTHER_GRAPHS = {
+    "local": "its graphs of layers have no weight gradients that a plan places",
+    "full_iteration": "an iteration is not captured as a whole so far",
+}
 _FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
 _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
-_GRAPHS = f"CUDA graphs are not supported; {_OUT}"
 _OWN_WEIGHTS = f"the schedule places weight gradients itself; {_OUT}"
 _NO_WEIGHTS = (
     "this schedule does not split the backward, so no weight gradients are left to run behind messages; use one that "
@@ -212,9 +227,8 @@ _RULES = (
         _TWICE,
         "--recompute-granularity full",
     ),
-    _flag("cuda_graph_impl", _GRAPHS),
-    _flag("enable_cuda_graph", _GRAPHS),
-    _flag("external_cuda_graph", _GRAPHS),
+    _flag("enable_cuda_graph", f"{_OTHER_GRAPHS['local']}; {_OUT}"),
+    _graphs,
     _flag("overlap_moe_expert_parallel_comm", _NO_WEIGHTS, _WHOLE),
     _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),
     _flag("moe_shared_expert_overlap", f"both run behind the same messages; {_ONE_OUT}", _HIDES),

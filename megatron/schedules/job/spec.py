@@ -127,6 +127,10 @@ class StockLayers:
         return "|" in (self.pattern or "")
 
 
+GRAPHS = "transformer_engine"
+"""Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
+
+
 @dataclass(frozen=True)
 class StockFlags:
     """Megatron's other arguments that the compatibility rules read.
@@ -137,6 +141,7 @@ class StockFlags:
         checkpoint_format: value of this argument.
         dataloader_type: value of this argument.
         fp8_recipe: FP8 recipe of the linears; empty without FP8.
+        cuda_graphs: what captures CUDA graphs, as ``--cuda-graph-impl`` names it; empty without them.
     """
 
     given: frozenset[str] = frozenset()
@@ -144,6 +149,7 @@ class StockFlags:
     checkpoint_format: str = "torch_dist"
     dataloader_type: str | None = None
     fp8_recipe: str = ""
+    cuda_graphs: str = ""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class ParameterLeaves:
     def close(self, key: Key) -> None:
         """Frees the leaves of ``key``."""
         self._leaves.pop(key, None)
+        self._switches.pop(key, None)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

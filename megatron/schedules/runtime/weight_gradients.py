@@ -34,11 +34,18 @@ class WeightGradients:
         meter: also counts the tensors of waiting closures; None (usual in training) counts nothing.
         hooked: whether saved-tensor hooks may surround a forward, as a meter's always may.
         watches_all: see :class:`.ParameterLeaves`.
+        volatile: where memory begins that is overwritten between I and W, such as that of CUDA graphs. May grow.
     """
 
     def __init__(
-        self, meter: ActivationMeter | None = None, *, hooked: bool = False, watches_all: bool = False
+        self,
+        meter: ActivationMeter | None = None,
+        *,
+        hooked: bool = False,
+        watches_all: bool = False,
+        volatile: set[int] | None = None,
     ) -> None:
+        self.volatile: set[int] = set() if volatile is None else volatile
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[_Deferred]] = {}
@@ -116,6 +123,16 @@ class WeightGradients:
         queue.append(_Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter))
         queue[-1].hold(held_tensors)
         self._count(queue[-1], 1)
+
+    def kept(self, operand: Any) -> Any:
+        """Returns an operand of a closure as it may wait for W: a copy of each tensor in :attr:`volatile` memory."""
+        if not self.volatile:
+            return operand
+        if isinstance(operand, (list, tuple)):
+            return [self.kept(part) for part in operand]
+        if type(operand) is Tensor and operand.untyped_storage().data_ptr() in self.volatile:
+            return operand.clone()
+        return operand
 
     def compute_ahead(self, key: Key) -> None:
         """In I, while the input's gradient is on its way to other ranks: computes the W queued last, if possible.

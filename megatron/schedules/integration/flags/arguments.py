@@ -92,12 +92,14 @@ _OFF = {"cuda_graph_impl": "none"}
 
 
 def _stock_flags(args: Any) -> StockFlags:
+    graphs = getattr(args, "cuda_graph_impl", None) or "none"  # the other flag is an older name
     return StockFlags(
         frozenset(name for name, value in vars(args).items() if value not in (None, False, 0, [], _OFF.get(name))),
         args.transformer_impl,
         args.ckpt_format,
         args.dataloader_type,
         str(getattr(args, "fp8_recipe", None) or "delayed") if getattr(args, "fp8", None) else "",
+        ("transformer_engine" if getattr(args, "external_cuda_graph", False) else "") if graphs == "none" else graphs,
     )
 
 

@@ -25,7 +25,7 @@ HIDES_MESSAGES = "pipeline_schedule_hides_messages"
 # Schedules that take as many chunks as the loop has built.
 _ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
 # Fields that our parser does not declare and that our checks read.
-_MORE = ("attention_backend", "variable_seq_lengths")
+_MORE = ("attention_backend", "cuda_graph_modules", "variable_seq_lengths")
 # Tokens of a microbatch for planning, where the call does not say how long its samples are.
 _USUAL_LENGTH = 4096
 # A loop does not say when it ends.

@@ -130,6 +130,7 @@ STOCK: megatron_flags.Flags = {
     "--phase-transition-iterations": (str, None),
     "--pipeline-model-parallel-layout": (str, None),
     "--pipeline-model-parallel-size": (int, 1),
+    "--rampup-batch-size": ((int, 3), None),
     "--sft": (None, False),
     "--step-batch-size-schedule": (str, None),
     "--te-precision-config-file": (str, None),

@@ -90,6 +90,16 @@ def is_split(linear: torch.nn.Module) -> bool:
     return isinstance(linear.__dict__.get("_forward_impl"), _ForwardImpl)
 
 
+def defers(linear: torch.nn.Module) -> bool:
+    """Returns whether a split forward of this linear defers its weight gradient to W."""
+    if not is_split(linear) or linear.weight is None:
+        return False
+    weight: Any = linear.weight
+    bias: Any = linear.bias
+    splits: bool = linear.__dict__["_forward_impl"].splits
+    return splits and not any(holds for _, holds in _whole_cases(weight, bias, {}))
+
+
 def whole_because(linear: torch.nn.Module) -> str | None:
     """Returns why a local linear computed its weight gradient in I when it last ran; None if it deferred it to W."""
     return linear.__dict__["_forward_impl"].whole_because if is_split(linear) else OWN_FORWARD
@@ -113,14 +123,14 @@ class _ForwardImpl:
         self._module = module
         self._stocks = module._forward_impl
         self._store = store
-        self._splits = splits
+        self.splits = splits
         self.whole_because: str | None = None
 
     def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key = self._store.current
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if torch.is_grad_enabled():
-            split = self._split(key, input, weight, *args, **kwargs) if self._splits and key is not None else None
+            split = self._split(key, input, weight, *args, **kwargs) if self.splits and key is not None else None
             if split is not None:
                 return split
             fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
@@ -235,7 +245,7 @@ class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
             if reducing is not None:
                 call.store.compute_ahead(call.key)
                 reducing.wait()
-        work = _WeightGradient(ctx, input, grad_output)
+        work = _WeightGradient(ctx, call.store.kept(input), call.store.kept(grad_output))
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
         defer(call.store, call.key, work.product, work, parameters)
         return None, grad_input, *(None,) * (len(_PARAMETERS) - 1)

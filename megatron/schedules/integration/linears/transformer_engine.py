@@ -107,6 +107,11 @@ def is_split(linear: torch.nn.Module) -> bool:
     return isinstance(linear.__dict__.get("forward"), _Forward)
 
 
+def defers(linear: torch.nn.Module) -> bool:
+    """Works like :func:`.local.defers` for Transformer Engine's linears."""
+    return is_split(linear) and not any(holds for _, holds in _whole_cases(*_parameters(linear)))
+
+
 def whole_because(linear: torch.nn.Module) -> str | None:
     """Works like :func:`.local.whole_because` for Transformer Engine's linears."""
     return linear.__dict__["forward"].whole_because if is_split(linear) else OWN_FORWARD
@@ -250,7 +255,7 @@ class _Call:
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
         # Whether the output's gradient is gathered in a userbuffer.
         self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
-        self._store, self._key, self._name = store, key, type(module).__name__
+        self.store, self._key, self._name = store, key, type(module).__name__
         self.in_forward = self._deferred = False
 
     def listen(self) -> list[Any]:
@@ -263,7 +268,7 @@ class _Call:
         return accumulators
 
     def _arrived(self, leaf: Tensor, weight: Tensor, *_: Any) -> None:
-        if not self._store.defers(self._key):
+        if not self.store.defers(self._key):
             if self.fused and leaf.grad is None:
                 leaf.grad = fused_gradient(weight, weight.dtype)  # so that the weight's hooks run
             return
@@ -276,7 +281,7 @@ class _Call:
 
     def delay_wgrad_compute(self) -> bool:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
-        return self.in_forward or self._store.defers(self._key)
+        return self.in_forward or self.store.defers(self._key)
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         """Receives the deferred weight gradient from Transformer Engine's backward.
@@ -289,11 +294,11 @@ class _Call:
         """
         if self.column_parallel:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
-            self._store.compute_ahead(self._key)
+            self.store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
         parameters = [*self.weights.values(), *self.biases.values()]
-        defer(self._store, self._key, work.product, work, parameters)
+        defer(self.store, self._key, work.product, work, parameters)
 
 
 def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
@@ -318,7 +323,8 @@ class _WeightGradient:
 
     def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         self._call, self._func = call, func
-        input, grad_output, *outputs = tensor_list
+        input, grad_output = (call.store.kept(operand) for operand in tensor_list[:2])
+        outputs = tensor_list[2:]
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
