@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.schedules.estimate.build import Shape
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
 from megatron.schedules.job.spec import JobSpec, Settings
@@ -99,23 +99,19 @@ def check_model(spec: JobSpec) -> None:
 
 
 def _check_hybrid(spec: JobSpec) -> None:
-    """Refuses flags that need time and memory of each layer, which are not estimated for hybrid models."""
+    """Refuses flags that were not tried with hybrid models so far."""
     settings, flags = spec.settings, spec.flags
-    limit, dry_run = settings.memory_limit, settings.dry_run
+    limit = settings.memory_limit
     needing = {
         flags["shared_vocabulary"]: settings.vocabulary_parallel,
         flags["save_memory"]: settings.saving != MemorySaving(),
         flags["plan_lengths"]: settings.plan_lengths,
         f"{flags['layers']} auto": settings.layers == "auto",
         f"{flags['memory_limit']} in GiB": limit is not None and limit.size is not None,
-        f"{flags['dry_run']} with the memory of a GPU": dry_run is not None and dry_run.device_bytes is not None,
     }
     for flag, is_given in needing.items():
         if is_given:
-            raise PlanError(
-                f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
-                "estimated; leave the flag out"
-            )
+            raise PlanError(f"{flag} does not work with --hybrid-layer-pattern so far: leave the flag out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:
@@ -152,7 +148,7 @@ def _check_plan_lengths(spec: JobSpec) -> None:
 def _fault(facts: Facts, spec: JobSpec, shape: Shape) -> str:
     """Difference between the profile's model and the job's; empty without one."""
     pairs: dict[str, tuple[Any, Any]] = {
-        "--num-layers": (facts.layers, shape.layers),
+        "--num-layers": (facts.layers, len(shape.layers)),
         "--hidden-size": (facts.hidden_size, shape.hidden),
         "--num-attention-heads": (facts.heads, shape.heads),
         "--seq-length": (facts.sequence_length, shape.sequence),

@@ -114,8 +114,6 @@ STOCK: megatron_flags.Flags = {
     "--fp4-param-gather": (None, False),
     "--fp4-quantizer-factory": (str, None),
     "--fp8-param-gather": (None, False),
-    "--hybrid-layer-pattern": (str, None),
-    "--hybrid-override-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
     "--inprocess-restart": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
