@@ -53,7 +53,9 @@ def test_a_block_of_a_gpt_is_its_two_layers_in_a_hybrid_model(pair: tuple[str, s
         summed = [one.plus(two) for one, two in zip(layers.layers[::2], layers.layers[1::2], strict=True)]
         for block, sum_of_parts in zip(blocks.layers, summed, strict=True):
             assert block.split == pytest.approx(sum_of_parts.split, rel=1e-12)
-        assert replace(blocks, layers=layers.layers) == layers
+        assert (blocks.block, layers.block) == (1, 2)
+        for end in ("first", "last", "kept_for_output"):
+            assert getattr(blocks, end) == getattr(layers, end)
         assert message_shares(gpt, prices, tokens) == pytest.approx(message_shares(hybrid, prices, tokens))
     assert attention_shares(gpt) == pytest.approx(attention_shares(hybrid))
 

@@ -206,9 +206,34 @@ TE_IN_FULL = {
 # The same for hybrid models.
 HYBRID = "--hybrid-layer-pattern"
 HYBRIDS = {
-    "experts, unequal stages": ("v-half", 1, "9.0", f"{TE_MOE} {HYBRID} *E|*-*|EE|*-*E"),
+    "experts, within GiB, layers placed by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{TE_MOE} {HYBRID} *E*-*E*E --pipeline-memory-limit 0.0055GiB --pipeline-layers auto",
+    ),
 }
 HYBRIDS_IN_FULL = {
+    "experts, unequal stages": ("v-half", 1, "9.0", f"{TE_MOE} {HYBRID} *E|*-*|EE|*-*E"),
+    "recomputed by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{TE_MOE} {HYBRID} *E*-*E*E*-*E --pipeline-memory-limit 0.5 --pipeline-save-memory recompute",
+    ),
+    "offloaded by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{MODERN} {HYBRID} *-*-*-*-*-*-*-*- --pipeline-memory-limit 0.45 --pipeline-save-memory offload=25 "
+        "--pipeline-costs 1,1.1,0.8",
+    ),
+    "a shared vocabulary": (
+        "v-half",
+        1,
+        "9.0",
+        f"{MODERN} {HYBRID} *-*-*-*- --vocab-size 2000 --pipeline-vocabulary-parallel",
+    ),
     "dense, in a V": ("v-half", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-"),
     "biases": ("zb-1p", 1, "9.0", f"{HYBRID} *-*-*-*-"),
     "latent attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {HYBRID} +-+-+-+-"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
+from megatron.schedules.estimate.measured_layers import spread_loads, spread_memory
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.symbols import share, typical_layers, works
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
@@ -87,14 +88,20 @@ def with_model(
     build, (first, last) = model.build, model.stand_in
     numbers = model.numbers if placed else None
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
-    kept = kept if profile is None else profile.memory(kept)
+    estimated, known = kept, loads(build)
+    if profile is not None:
+        kept = profile.memory(kept)
+    if not costs.model.divisible:
+        known = replace(costs.model, attention=known.attention, messages=known.messages, block=known.block)
+    if known.block > 1 and profile is not None:  # layers are of several kinds
+        kept = spread_memory(kept, estimated, profile.layers)
+        known = spread_loads(known, loads(build), profile.layers)
     layers = costs.layers
     if hides and profile is None and not any(layers.messages):
         layers = with_messages(layers, build)
     if profile is None or profile.facts.recompute is None:  # else measured times include it
         again = recomputed_share(model.recompute, build)
         layers = replace(layers, stock_recompute=again, recomputed_layers=model.recompute.layers or None)
-    known = loads(build) if costs.model.divisible else costs.model
     known = replace(known, stand_in=(int(first), int(last)), ends=model.ends, shared_vocabulary=shared)
     return replace(costs, layers=layers, model=known, memory=kept)
 

@@ -5,6 +5,7 @@ The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -104,17 +105,23 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     looked_up = prices.stream(4.0 * build.shape.hidden * tokens / build.tensor)
     first = Part(whole=Load(looked_up, looked_up, 0.0, tokens * kept.first.forward))
     alone, together = kept.words
-    return ModelLoads(first, layers, last, kept_for_output=(tokens * alone, tokens * together))
+    attention, messages = amounts(build)
+    words = tokens * alone, tokens * together
+    block = 1 if any(len(symbols) > 1 for symbols in build.shape.layers) else 2
+    return ModelLoads(first, layers, last, kept_for_output=words, attention=attention, messages=messages, block=block)
 
 
 def attention_shares(build: Build) -> tuple[float, float]:
     """Shares of attention in an average layer's F and I, for a sample that is one sequence."""
-    mean = loads(build).mean
-    of_layers = {symbols: [work.scores for work in works(build, symbols)] for symbols in {*build.shape.layers}}
-    forward, input_grad = (
-        fmean(sum(scores[of] for scores in of_layers[symbols]) for symbols in build.shape.layers) for of in (0, 1)
-    )
+    mean, scores = loads(build).mean, _scores(build)
+    forward, input_grad = (fmean(scores[symbols][of] for symbols in build.shape.layers) for of in (0, 1))
     return forward / mean.forward, input_grad / mean.input_grad
+
+
+def _scores(build: Build) -> dict[str, tuple[float, float]]:
+    """FLOPs of attention in F and in I of each sort of layer."""
+    scores = {symbols: [work.scores for work in works(build, symbols)] for symbols in {*build.shape.layers}}
+    return {symbols: (sum(f for f, _ in parts), sum(i for _, i in parts)) for symbols, parts in scores.items()}
 
 
 def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> tuple[float, float]:
@@ -125,12 +132,34 @@ def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> t
     """
     if not build.has_experts:
         return 0.0, 0.0
-    of_layers = {
+    of_layers = _waiting(build, prices, tokens)
+    mean, waiting = loads(build, prices, tokens).mean, fmean(of_layers[symbols] for symbols in build.shape.layers)
+    return waiting / mean.forward, waiting / mean.input_grad
+
+
+def _waiting(build: Build, prices: Prices, tokens: float) -> dict[str, float]:
+    """Time of experts' messages of each sort of layer."""
+    return {
         symbols: sum(expert_messages(build, work, prices, tokens) for work in works(build, symbols))
         for symbols in {*build.shape.layers}
     }
-    mean, waiting = loads(build, prices, tokens).mean, fmean(of_layers[symbols] for symbols in build.shape.layers)
-    return waiting / mean.forward, waiting / mean.input_grad
+
+
+def amounts(build: Build) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Attention and messages of experts of each layer, in those of an average layer.
+
+    Empty where no layer has any, and for blocks, which have them in proportion to their time.
+    """
+    layers = build.shape.layers
+    if any(len(symbols) > 1 for symbols in layers):
+        return (), ()
+    attention = {symbols: forward for symbols, (forward, _) in _scores(build).items()}
+    return _in_means(layers, attention), _in_means(layers, _waiting(build, ANY, 1.0))
+
+
+def _in_means(layers: Sequence[str], of_sorts: Mapping[str, float]) -> tuple[float, ...]:
+    mean = fmean(of_sorts[symbols] for symbols in layers)
+    return tuple(of_sorts[symbols] / mean for symbols in layers) if mean else ()
 
 
 def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:

@@ -37,8 +37,6 @@ def validate(spec: JobSpec) -> None:
             f"{flags['schedule']} {settings.schedule.name} needs {flags['ranks']} 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
-    if spec.layers.pattern is not None:
-        _check_hybrid(spec)
     if settings.plan_lengths:
         _check_plan_lengths(spec)
     measured_iterations(settings.measuring, spec.iterations)
@@ -96,22 +94,6 @@ def check_model(spec: JobSpec) -> None:
         )
     if (saving.recompute or saving.offload) and spec.model is None:
         raise PlanError(f"{flag} needs the model's sizes: give their flags")
-
-
-def _check_hybrid(spec: JobSpec) -> None:
-    """Refuses flags that were not tried with hybrid models so far."""
-    settings, flags = spec.settings, spec.flags
-    limit = settings.memory_limit
-    needing = {
-        flags["shared_vocabulary"]: settings.vocabulary_parallel,
-        flags["save_memory"]: settings.saving != MemorySaving(),
-        flags["plan_lengths"]: settings.plan_lengths,
-        f"{flags['layers']} auto": settings.layers == "auto",
-        f"{flags['memory_limit']} in GiB": limit is not None and limit.size is not None,
-    }
-    for flag, is_given in needing.items():
-        if is_given:
-            raise PlanError(f"{flag} does not work with --hybrid-layer-pattern so far: leave the flag out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:

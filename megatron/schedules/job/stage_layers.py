@@ -71,7 +71,7 @@ def written(stock: StockLayers, layers: Sequence[int]) -> str:
         layers: number of layers of each stage, in model order.
     """
     if stock.pattern is None:
-        return as_layout(layers, stock.ahead)
+        return as_layout(tuple(layers), stock.ahead)
     return PIPE.join(letters_by_stage(stock.pattern, layers))
 
 

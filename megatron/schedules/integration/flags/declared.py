@@ -117,9 +117,11 @@ STOCK: megatron_flags.Flags = {
     "--init-model-with-meta-device": (None, False),
     "--inprocess-restart": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
+    "--moe-aux-loss-coeff": (float, 0.0),  # of several the first says whether there is any
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),
     "--moe-shared-expert-overlap": (None, False),
+    "--moe-z-loss-coeff": (float, None),
     "--no-rope-freq": (no_rope_freq_type, None),
     "--num-layers-per-virtual-pipeline-stage": (int, None),
     "--num-virtual-stages-per-pipeline-rank": (int, None),
