@@ -15,7 +15,6 @@ from megatron.schedules.estimate.build_flags import stock_recompute
 from megatron.schedules.estimate.device_memory import model_memory
 from megatron.schedules.estimate.model_build import recomputed_share
 from megatron.schedules.estimate.models import built, gpt
-from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.planner.service import make_plan
@@ -121,7 +120,7 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
         )
         build = built(args)
         memory = model_memory(build, 1.0, stock_recompute(args).kept)
-        layer, again = memory.layers[0], recomputed_share(stock_recompute(args).kept, layer_work(build))
+        layer, again = memory.layers[0], recomputed_share(stock_recompute(args).kept, build)
         costs = replace(
             COSTS,
             layers=replace(COSTS.layers, stock_recompute=again),

@@ -14,7 +14,8 @@ from megatron.schedules.estimate.device_memory import RankMemory, model_memory, 
 from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel, with_messages
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.parallel_sizes import sizes_of
-from megatron.schedules.estimate.parameters import Count, parameters
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.parts import Count
 from megatron.schedules.estimate.roofline import Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.job.job_costs import costs_of
@@ -150,12 +151,12 @@ class Setting:
     @property
     def divides(self) -> bool:
         """True if all stages get as many layers, with the ends."""
-        return (self.model.whole.shape.layers + sum(self.ends)) % self.placement.stages == 0
+        return (len(self.model.whole.shape.layers) + sum(self.ends)) % self.placement.stages == 0
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each stage: an even partition in which embedding and output layer count as a layer each."""
-        return even(self.model.whole.shape.layers, self.placement.stages, self.ends)
+        return even(len(self.model.whole.shape.layers), self.placement.stages, self.ends)
 
     @property
     def wrong(self) -> str:
@@ -163,7 +164,7 @@ class Setting:
         shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
-        if shape.layers + sum(self.ends) < self.placement.stages:
+        if len(shape.layers) + sum(self.ends) < self.placement.stages:
             return "the layers are too few for the stages"
         if self.tensor > self.device.node or self.device.node % self.tensor:
             return "GPUs of a node do not divide by the tensor parallel size"

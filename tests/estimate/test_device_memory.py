@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build, Experts, Latent, Shape
+from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import (
     NOTHING,
     Numbers,
@@ -15,7 +15,9 @@ from megatron.schedules.estimate.device_memory import (
     model_memory,
 )
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.estimate.parameters import Count, parameters
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.parts import Count
+from megatron.schedules.estimate.shape import Experts, Latent, Shape
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
@@ -24,10 +26,10 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks
 
 HIDDEN, HEADS, SEQUENCE, LAYERS = 512, 8, 256, 8
-GPT = Shape(LAYERS, HIDDEN, HEADS, SEQUENCE, 1024, groups=HEADS, fused=False)
+GPT = Shape(("*-",) * LAYERS, HIDDEN, HEADS, SEQUENCE, 1024, groups=HEADS, fused=False)
 # arXiv 2412.19437, section 4.2.
 DEEPSEEK = Shape(
-    61,
+    ("+-",) * 3 + ("+E",) * 58,
     7168,
     128,
     4096,
@@ -35,7 +37,7 @@ DEEPSEEK = Shape(
     inner=18_432,
     gated=True,
     latent=Latent(1536, 512, 128, 64, 128),
-    experts=Experts((False,) * 3 + (True,) * 58, 2048, 8, 256, 2048),
+    experts=Experts(2048, 8, 256, 2048),
 )
 
 

@@ -7,8 +7,8 @@ import pytest
 from megatron.schedules.estimate.build import LayerKind
 from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
-from megatron.schedules.estimate.work import layer_work
 from tools._grid import Question, search
 from tools._iteration import Setting, estimate
 from tools._methods import METHODS
@@ -33,16 +33,16 @@ def model(expert: int, more: str = "") -> Model:
 )
 def test_tokens_go_evenly_to_all_ranks_and_the_slower_link_counts(expert: int, near: int, far: int):
     build = built(model(expert).trained())
-    found = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    found = expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS)
     each = 2 * TOKENS * 6 * 1024 * 2 / expert  # there and back: tokens, experts of each, width, bf16
     assert found == pytest.approx(max(near * each / (0.75 * 450e9), far * each / (0.75 * 50e9)))
     # As a flag without which nothing else changes: the same with any GPU's prices.
-    assert (expert_messages(build, layer_work(build, experts=True), ANY, 1.0) > 0) == (expert > 1)
+    assert (expert_messages(build, works(build, "E")[0], ANY, 1.0) > 0) == (expert > 1)
 
 
 def test_experts_of_two_tensor_parallel_ranks_leave_room_for_half_as_many_on_a_node():
     build = built(model(8, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2").trained())
-    found = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    found = expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS)
     each = 2 * TOKENS / 2 * 6 * 1024 * 2 / 8
     assert found == pytest.approx(4 * each / (0.75 * 50e9))
 
@@ -57,10 +57,10 @@ class Free(Roofline):
 def test_f_and_i_of_layers_with_experts_contain_them_and_w_does_not():
     build = built(model(16).trained())
     whole, free = (
-        [layer_times(build, prices(H100), TOKENS, LayerKind(experts=experts)) for experts in (True, False)]
+        [layer_times(build, prices(H100), TOKENS, LayerKind(symbols)) for symbols in ("*E", "*-")]
         for prices in (Roofline, Free)
     )
-    message = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    message = expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS)
     assert [a - b for a, b in zip(whole[0], free[0], strict=True)] == pytest.approx([message, message, 0.0])
     assert whole[1] == free[1]
     shares, mean = message_shares(build, Roofline(H100), TOKENS), loads(build, Roofline(H100), TOKENS).mean

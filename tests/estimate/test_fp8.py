@@ -12,8 +12,8 @@ from megatron.schedules.estimate.build_flags import numbers
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import Prices, layer_times, loads
-from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.utils.errors import PlanError
 from tools._grid import Question
 
@@ -81,7 +81,7 @@ def test_products_are_faster_and_attention_takes_as_long_as_in_bf16(recipe: str,
     build = of(recipe)
     free = type("Free", (Prices,), {"stream": lambda self, size, kernels=1: 0.0})()
     plain, quantized = (layer_times(build, free, 1.0, LayerKind(quantized=each)) for each in (False, True))
-    scores = layer_work(build).scores
+    scores, _ = works(build, "*")[0].scores
     assert quantized.forward - scores == pytest.approx((plain.forward - scores) / speed)
     assert quantized.input_grad - 2.5 * scores == pytest.approx((plain.input_grad - 2.5 * scores) / speed)
     assert quantized.weight_grad == plain.weight_grad / speed

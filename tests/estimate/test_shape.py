@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.estimate.build import Build, Shape
+from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.models import MODELS, Model, find_model
 from megatron.schedules.estimate.parameters import parameters as of_build
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.utils.errors import PlanError
 
@@ -40,7 +41,7 @@ def read(folder: Path, text: str) -> Model:
 
 
 def build(*sizes: int, **more: object) -> Build:
-    shape = Shape(*sizes, **more)  # type: ignore[arg-type]
+    shape = Shape(("*-",) * sizes[0], *sizes[1:], **more)  # type: ignore[arg-type]
     return Build(shape, shape.hidden // shape.heads)
 
 
@@ -76,7 +77,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
 def test_scripts_are_read_as_people_write_them(tmp_path: Path, text: str):
     shape = read(tmp_path, text).whole.shape
-    assert (shape.layers, shape.hidden, shape.heads, shape.sequence) == (24, 2048, 16, 2048)
+    assert (len(shape.layers), shape.hidden, shape.heads, shape.sequence) == (24, 2048, 16, 2048)
     assert shape.vocabulary == 50304
 
 

@@ -51,14 +51,28 @@ def test_without_a_launcher_as_on_a_login_node():
     assert "not counted: the CUDA context" in text
 
 
-def test_layers_of_a_hybrid_model_are_told_and_its_memory_is_not(megatron):
-    status, text = said(megatron, "--pipeline-dry-run", "2", "--hybrid-layer-pattern", "M-|*-M|E|*E/*E")
+def test_layers_and_memory_of_a_hybrid_model_are_told(megatron):
+    model = ("--num-experts", "4", "--hybrid-layer-pattern", "M-|*-M|E|GE/*E")
+    status, text = said(megatron, "--pipeline-dry-run", "2x80GiB", *model)
     assert status == 0
-    assert "layers by stage: M-|*-M|E|*E\n" in text
-    assert text.endswith("memory of hybrid models is not estimated so far\n")
-    status, text = said(megatron, "--pipeline-dry-run", "2x80GiB", "--hybrid-layer-pattern", "M-|*-M|E|*E")
-    assert status == 2
-    assert "--pipeline-dry-run with the memory of a GPU does not work with --hybrid-layer-pattern so far" in text
+    assert "activations as layers of transformer_engine keep them, attention in one kernel" in text
+    assert "layers by stage: M-|*-M|E|GE\n" in text
+    assert re.findall(r"^(\d+ +[\d+]+) ", text, re.MULTILINE) == ["0     2+2", "1     3+1"]
+    assert "fits 80.00 GiB" in text
+    assert said(megatron, "--pipeline-dry-run", "2x1GiB", *model)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("M-*X", "'M-*X' has 'X', which is no layer: use * (attention), + (multi-latent attention), - (MLP), E"),
+        ("M-*E", "has experts (E): give --num-experts"),
+        ("M-D-", "sparse attention (D) needs --dsa-indexer-n-heads: give it"),
+    ],
+)
+def test_a_pattern_that_is_no_model_is_refused(megatron, pattern: str, why: str):
+    status, text = said(megatron, "--pipeline-dry-run", "2", "--hybrid-layer-pattern", pattern)
+    assert (status, why in text) == (2, True), text
 
 
 @pytest.mark.job

@@ -203,16 +203,60 @@ TE_IN_FULL = {
         "--pipeline-costs 1,1.1,0.8",
     ),
 }
+# The same for hybrid models.
+HYBRID = "--hybrid-layer-pattern"
+HYBRIDS = {
+    "experts, within GiB, layers placed by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{TE_MOE} {HYBRID} *E*-*E*E --pipeline-memory-limit 0.0055GiB --pipeline-layers auto",
+    ),
+}
+HYBRIDS_IN_FULL = {
+    "experts, unequal stages": ("v-half", 1, "9.0", f"{TE_MOE} {HYBRID} *E|*-*|EE|*-*E"),
+    "recomputed by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{TE_MOE} {HYBRID} *E*-*E*E*-*E --pipeline-memory-limit 0.5 --pipeline-save-memory recompute",
+    ),
+    "offloaded by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{MODERN} {HYBRID} *-*-*-*-*-*-*-*- --pipeline-memory-limit 0.45 --pipeline-save-memory offload=25 "
+        "--pipeline-costs 1,1.1,0.8",
+    ),
+    "a shared vocabulary": (
+        "v-half",
+        1,
+        "9.0",
+        f"{MODERN} {HYBRID} *-*-*-*- --vocab-size 2000 --pipeline-vocabulary-parallel",
+    ),
+    "dense, in a V": ("v-half", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-"),
+    "biases": ("zb-1p", 1, "9.0", f"{HYBRID} *-*-*-*-"),
+    "latent attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {HYBRID} +-+-+-+-"),
+    "sequence parallel": ("v-half", 2, "9.0", f"{MODERN} {SEQUENCE} {HYBRID} *-*-*-*-"),
+    "multi-token prediction": ("zb-1p", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-/*-"),
+    "tensorwise": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise {HYBRID} *-*-*-*-"),
+}
 _COPIES_ERROR = 1e-3
 
 
-def te_cases() -> list[Any]:
-    full = [pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in TE_IN_FULL.items()]
-    return [pytest.param(*case, id=name) for name, case in TE_BY_DEFAULT.items()] + full
+def te_cases(by_default: dict[str, Any], in_full: dict[str, Any]) -> list[Any]:
+    full = [pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in in_full.items()]
+    return [pytest.param(*case, id=name) for name, case in by_default.items()] + full
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("schedule", "replicas", "capability", "flags"), te_cases())
+@pytest.mark.parametrize(("schedule", "replicas", "capability", "flags"), te_cases(HYBRIDS, HYBRIDS_IN_FULL))
+def test_a_rank_of_a_hybrid_model_too(te, monkeypatch, schedule: str, replicas: int, capability: str, flags: str):
+    test_in_fp8_too(te, monkeypatch, schedule, replicas, capability, flags)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(("schedule", "replicas", "capability", "flags"), te_cases(TE_BY_DEFAULT, TE_IN_FULL))
 def test_in_fp8_too(te, monkeypatch, schedule: str, replicas: int, capability: str, flags: str):
     """Weights with their quantized copies within a thousandth, which is scales; activations within 5 %."""
     monkeypatch.setenv(CAPABILITY_VARIABLE, capability)

@@ -40,6 +40,10 @@ def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training,
         ("v-half", ""),
         by_night("v-half", "2,0,5,5"),
         by_night("zb-1p", "4,8"),
+        ("v-zb", "auto"),
+        by_night("zb-1p", "auto"),
+        by_night("adaptive --pipeline-memory-limit 0.01GiB", "auto"),
+        by_night("auto", ""),
     ],
 )
 def test_a_pattern_without_segments_is_divided_as_other_layers_are(
@@ -48,7 +52,7 @@ def test_a_pattern_without_segments_is_divided_as_other_layers_are(
     """Stock interleaves none, so here it runs 1F1B."""
     model = hybrid(LETTERS)
     placed = ["--pipeline-layers", layers] if layers else []
-    ours = te_train(2, *JOB, *under(schedule), *placed, model=model)
+    ours = te_train(2, *JOB, *" ".join(under(schedule)).split(), *placed, model=model)
     assert_stocks(ours, te_train.stock(2, *JOB, model=model), shards=False)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests import tolerances
+from tests.integration.conftest import Training
+from tests.integration.features import MODERN
 from tests.integration.test_same_result import CLIP_NOTHING, differing, under
 from tests.tiers import some_by_night
 
@@ -50,9 +52,13 @@ PLANNED = "--pipeline-plan-lengths"
     some_by_night(CASES, lambda *case: case not in USUAL),
 )
 def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, setting, schedule, samples):
+    check_order(train, setting, schedule, samples)
+
+
+def check_order(train: Training, setting: str, schedule: str, samples: str, model: tuple[str, ...] = ()) -> None:
     world, batch, flags = SETTINGS[setting]
     job = (*SAMPLES[samples], *JOB, batch, *flags.split())
-    ours = train(world, *job, *under(schedule), PLANNED, samples=samples)
+    ours = train(world, *job, *under(schedule), PLANNED, samples=samples, model=model)
     assert all(len(of_rank) == 3 for of_rank in ours.orders)
     in_order = [tuple(sorted(order)) == order for of_rank in ours.orders for order in of_rank]
     assert not all(in_order)
@@ -60,16 +66,21 @@ def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, 
         assert len({tuple(of_rank) for of_rank in ours.orders}) == 2
     else:
         assert len({tuple(of_rank) for of_rank in ours.orders}) == 1
-    ordered = train(world, *job, samples=samples, orders=ours.orders)
+    ordered = train(world, *job, samples=samples, orders=ours.orders, model=model)
     assert differing(ours, ordered) == []
     assert ours.weights.keys() == ordered.weights.keys()
     assert [key for key, value in ordered.weights.items() if not torch.equal(value, ours.weights[key])] == []
     assert ours.losses == tolerances.losses(ordered.losses)
-    stock = train.stock(world, *job, samples=samples)
+    stock = train.stock(world, *job, samples=samples, model=model)
     assert ours.losses[0] == stock.losses[0]
     # Weights differ from the first step on, by what another order of microbatches does to their gradients.
     assert ours.losses == tolerances.losses(stock.losses, tolerances.OTHER_KERNELS)
     assert ours.evaluations == tolerances.losses(stock.evaluations, tolerances.OTHER_KERNELS)
+
+
+@pytest.mark.nightly
+def test_so_are_those_of_a_hybrid_model(te_train):
+    check_order(te_train, "PP2", "zb-1p", "packed", (*MODERN.split(), "--hybrid-layer-pattern", "*-*-*-*-"))
 
 
 @pytest.mark.nightly

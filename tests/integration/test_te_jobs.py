@@ -89,8 +89,11 @@ JOBS = {
         f"{MODERN} {HYBRID}", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=2
     ),
     "hybrid, tied embeddings": Job(f"{MODERN} {HYBRID}", tied=True),
-    "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}/*-"),
+    "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}*-*-*-*-/*-"),
     "hybrid, full recompute": Job(f"{MODERN} {HYBRID}", FULL),
+    "hybrid, expert parallel": Job(f"{MOE} --hybrid-layer-pattern *E*-*E*E", "--expert-model-parallel-size 2", 2),
+    "hybrid, packed documents": Job(f"{MODERN} {HYBRID}", "--dataloader-inter-document-masking", samples="packed"),
+    "hybrid, latent attention": Job(f"{MLA} --hybrid-layer-pattern +-+-+-+-"),
     "late embedding gradients": Job(MODERN, "--defer-embedding-wgrad-compute --wgrad-deferral-limit 0"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),
@@ -175,9 +178,7 @@ USUAL = {
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
-# Memory of hybrid models is not estimated.
-_LEFT_OUT |= {(job, order) for job in JOBS if "hybrid" in job for order in ("recompute", "offload", "vocabulary")}
-_LEFT_OUT |= {("packed documents", "vocabulary"), ("multi-token prediction", "vocabulary")}
+_LEFT_OUT |= {(job, "vocabulary") for job in JOBS if job.endswith(("packed documents", "multi-token prediction"))}
 _LEFT_OUT |= {(name, "hidden messages") for name, job in JOBS.items() if "--expert-model-parallel" not in job.flags}
 _LEFT_OUT |= {("shared experts overlapped", "hidden messages")}  # both run behind the same messages
 _LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}  # random numbers come in another order

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.schedules.estimate.build import Build, Experts, Latent, Shape
+from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Recompute
 from megatron.schedules.estimate.model_build import StockRecompute, recomputed_share
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parallel_sizes import ParallelSizes
-from megatron.schedules.estimate.work import layer_work
+from megatron.schedules.estimate.shape import Experts, Latent, Shape
+from megatron.schedules.estimate.symbols import layer_flops, share, works
 
 
 def test_an_optimizers_state_is_shared_by_replicas_and_of_experts_by_theirs():
@@ -26,27 +27,28 @@ def test_the_least_world_has_a_place_for_every_expert():
 
 
 def test_recompute_of_a_module_repeats_its_own_products_only():
-    shape = Shape(1, 64, 4, 128, 0, inner=256, latent=Latent(24, 16, 12, 4, 10), experts=Experts((True,), 32, 2, 8))
-    dense, experts = (layer_work(Build(shape, head=16, experts=8), experts=each) for each in (False, True))
+    shape = Shape(("+-",), 64, 4, 128, 0, inner=256, latent=Latent(24, 16, 12, 4, 10), experts=Experts(32, 2, 8))
+    build = Build(shape, head=16, experts=8)
     up = 2 * (24 * 4 * 16 + 16 * 4 * (12 + 10))
-    for work in (dense, experts):
-        assert work.share("mla_up_proj") == up / work.flops
-        linears = sum(each.flops for each in work.mlp) / work.flops
-        assert (work.share("mlp"), work.share("moe")) == ((linears, 0) if work is dense else (0, linears))
+    for symbols in ("+-", "+E"):
+        parts, flops = works(build, symbols), layer_flops(build, symbols)
+        assert share(parts, "mla_up_proj") == up / flops
+        linears = sum(each.flops for each in parts[1].linears) / flops
+        assert (share(parts, "mlp"), share(parts, "moe")) == ((linears, 0) if "-" in symbols else (0, linears))
 
 
 def test_megatrons_recompute_repeats_its_share_of_the_forward():
-    work = layer_work(MODELS["9.6B"].whole, experts=False)
+    build = MODELS["9.6B"].whole
+    parts = works(build, "*-")
 
-    def share(*flags: Any, **named: Any) -> float:
-        return recomputed_share(StockRecompute(*flags, **named).kept, work)
+    def again(*flags: Any, **named: Any) -> float:
+        return recomputed_share(StockRecompute(*flags, **named).kept, build)
 
-    assert share() == 0
-    assert share("full", "uniform", 1) == 1
-    assert share("full", "block", 1) == 1
-    assert share("selective") == work.share("core_attn") > 0
-    assert share("selective", modules=("core_attn", "mlp", "nobody knows")) == work.share("core_attn") + work.share(
-        "mlp"
-    )
+    assert again() == 0
+    assert again("full", "uniform", 1) == 1
+    assert again("full", "block", 1) == 1
+    assert again("selective") == share(parts, "core_attn") > 0
+    both = share(parts, "core_attn") + share(parts, "mlp")
+    assert again("selective", modules=("core_attn", "mlp", "nobody knows")) == both
     assert StockRecompute("full", "block", 3).kept == Recompute(layers=3)
     assert StockRecompute("selective").kept == Recompute(modules=("core_attn",))

@@ -98,6 +98,30 @@ def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: fl
         assert ours.makespan <= other.makespan + 1e-9 or microbatches_held(other) > most
 
 
+@pytest.mark.parametrize(
+    ("name", "d", "n", "blocks", "gained"),
+    [
+        ("1f1b", 4, 8, 9, 0.0),
+        ("zb-1p", 4, 6, 8, 0.0),
+        ("v-half", 4, 12, 8, 0.03),
+        ("adaptive", 4, 12, 8, 0.0),
+        by_night("v-zb", 4, 8, 12, 0.0),
+        by_night("v-zb", 8, 32, 32, 0.03),
+        by_night("v-half", 8, 32, 32, 0.03),
+    ],
+)
+def test_half_blocks_plan_no_longer_than_blocks_and_shorter_where_these_are_coarse(
+    name: str, d: int, n: int, blocks: int, gained: float
+):
+    """Attention and MLP of a block can be on different stages."""
+    of_blocks = asked(name, d, n, blocks)
+    model = of_blocks.costs.model
+    halves = Part(split=Load(3.0, 5.0, 2.0, 30.0)), Part(split=Load(7.0, 7.0, 6.0, 70.0))
+    of_halves = replace(of_blocks, costs=replace(COSTS, model=replace(model, layers=halves * blocks, block=2)))
+    whole, half = (timed(partition_layers(request)).makespan for request in (of_blocks, of_halves))
+    assert half <= (1 - gained) * whole + 1e-9
+
+
 @pytest.mark.parametrize("limit", [0.5, by_night(1.0)])
 def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
     request = asked("adaptive", 4, 12, 16, memory_limit=limit)

@@ -16,8 +16,9 @@ import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.cli.options import FLAGS, plan_of, plans_of, schedule_flag, size_flags
 from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.stage_layers import written
 from megatron.schedules.measure.recorded_run import read_recorded
-from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO, CHOICES, NAMES, WRITTEN, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
@@ -36,7 +37,7 @@ _LIMITING = 0.02  # least bubble that uneven ranks leave, from which a line says
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # \b keeps click from joining the lines.
-_LINES = (f"  {written.ljust(18)}{describe(name)}" for written, name in WRITTEN.items())
+_LINES = (f"  {chosen.ljust(18)}{describe(name)}" for chosen, name in WRITTEN.items())
 _SCHEDULES = "\n".join(["\b", "Schedules:", *_LINES])
 
 _one = schedule_flag(multiple=False, more="The list of names is below.")
@@ -96,7 +97,7 @@ def _plan(
     else:
         footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
         footer += f"{job.left_out}\n" if job.left_out else ""
-        footer += _how_good(plan) + _where(plan.decisions.layers) + _savings(plan.decisions)
+        footer += _how_good(plan) + _where(job.spec, plan.decisions.layers) + _savings(plan.decisions)
         footer += _uneven([schedule]) if plans.has_uneven_stages(job) else ""
         if job.memory:
             most = max(rank.activations for rank in job.memory)
@@ -248,9 +249,9 @@ def _how_good(plan: Plan) -> str:
     )
 
 
-def _where(layers: tuple[int, ...] | None) -> str:
-    """Formats the layer partition as Megatron's layout flag does."""
-    return f"Layers: {as_layout(layers)}\n" if layers else ""
+def _where(spec: JobSpec, layers: tuple[int, ...] | None) -> str:
+    """Formats the layer partition as Megatron's flag does."""
+    return f"Layers: {written(spec.layers, layers)}\n" if layers else ""
 
 
 def _uneven(names: Sequence[str]) -> str:

@@ -1,47 +1,11 @@
-"""The sizes of a model, and how Megatron builds it on its ranks."""
+"""How Megatron builds a model on its ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class Latent(NamedTuple):
-    """Multi-latent attention (arXiv 2405.04434).
-
-    Args:
-        query: width of compressed queries; None if not compressed.
-        key_value: width of compressed keys and values.
-        head: width of one head's query without position.
-        position: width of its position.
-        value: width of its value.
-    """
-
-    query: int | None
-    key_value: int
-    head: int
-    position: int
-    value: int
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Experts instead of an MLP.
-
-    Args:
-        where: for each layer, true if it has experts.
-        inner: width of one expert.
-        chosen: experts per token.
-        number: experts on each device.
-        shared: width of the experts that process all tokens.
-    """
-
-    where: tuple[bool, ...]
-    inner: int
-    chosen: int
-    number: float
-    shared: int = 0
-
+from megatron.schedules.estimate.shape import Shape
 
 # Bytes of a number with its share of scales: four for 128 numbers, or one for 32 or 16. FP8 has one for a tensor else.
 _OPERANDS = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
@@ -100,49 +64,12 @@ class LayerKind(NamedTuple):
     """Kind of a decoder layer.
 
     Args:
-        experts: true if it has experts.
+        symbols: its parts in order (:data:`.symbols.SYMBOLS`).
         quantized: true if its linears are.
     """
 
-    experts: bool = False
+    symbols: str = "*-"
     quantized: bool = False
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT.
-
-    Args:
-        layers: decoder layers.
-        hidden: hidden size.
-        heads: attention heads.
-        sequence: tokens of a sample.
-        vocabulary: padded number of words; 0 if unknown.
-        width: width of all heads together; defaults to ``hidden``.
-        groups: groups of queries that share keys and values; defaults to the number of heads.
-        inner: width of the MLP; defaults to four times ``hidden``.
-        gated: true if the MLP is gated, as in SwiGLU.
-        fused: true if attention is one kernel, such as FlashAttention.
-        latent: multi-latent attention, instead of ``width`` and ``groups``.
-        experts: experts of the layers that have them.
-        ahead: layers of multi-token prediction.
-        masks: dropout of the scores, and dropout after attention and MLP; true if used.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    width: int | None = None
-    groups: int | None = None
-    inner: int | None = None
-    gated: bool = False
-    fused: bool = True
-    latent: Latent | None = None
-    experts: Experts | None = None
-    ahead: int = 0
-    masks: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True)
@@ -225,21 +152,23 @@ class Build:
         return max(1, (self.shape.groups or self.shape.heads) // self.tensor)
 
     @property
-    def where(self) -> tuple[bool, ...]:
-        """For each layer, true if it has experts."""
-        return self.shape.experts.where if self.shape.experts else (False,) * self.shape.layers
-
-    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
-        first, last = self.quantized.ends if self.quantized else (self.shape.layers, 0)
-        inner = range(first, self.shape.layers - last)
-        return tuple(LayerKind(experts, at in inner) for at, experts in enumerate(self.where))
+        layers = self.shape.layers
+        first, last = self.quantized.ends if self.quantized else (len(layers), 0)
+        inner = range(first, len(layers) - last)
+        return tuple(LayerKind(symbols, at in inner) for at, symbols in enumerate(layers))
 
     @property
-    def kind_ahead(self) -> LayerKind:
-        """Kind of the layers of multi-token prediction: in FP8 even if the last layers are not, and never in FP4."""
-        return LayerKind(self.where[-1], self.quantized is not None and self.quantized.recipe != "nvfp4")
+    def kinds_ahead(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer of multi-token prediction: in FP8 even if the last layers are not, and never in FP4."""
+        quantized = self.quantized is not None and self.quantized.recipe != "nvfp4"
+        return tuple(LayerKind(symbols, quantized) for symbols in self.shape.ahead)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if any decoder layer has experts."""
+        return any("E" in symbols for symbols in self.shape.layers)
 
     @property
     def output_quantized(self) -> bool:

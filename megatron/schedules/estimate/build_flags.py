@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.schedules.estimate.build import Build, Quantized, Shape
+from megatron.schedules.estimate.build import Build, Quantized
 from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.layer_pattern import hybrid_pattern
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
+from megatron.schedules.estimate.shape import Shape
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
@@ -26,7 +28,8 @@ def as_built(args: Any, shape: Shape) -> Build:
     learned = args.position_embedding_type == "learned_absolute" and not args.use_rotary_position_embeddings
     # Megatron's parser makes it an enum member. Ours, used before Megatron is imported, does not read it.
     backend = getattr(args, "attention_backend", None)
-    one_kernel = args.transformer_impl != "local" and getattr(backend, "name", "auto") != "unfused"
+    engine = of_engine(args)
+    one_kernel = engine and getattr(backend, "name", "auto") != "unfused"
     number = number_bytes(args)
     return Build(
         replace(shape, fused=one_kernel),
@@ -47,7 +50,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
         fused_gradients=args.gradient_accumulation_fusion,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
-        contiguous=args.transformer_impl != "local",
+        contiguous=engine,
         samples=args.micro_batch_size or 1,
         context=args.context_parallel_size,
         number=number,
@@ -69,9 +72,14 @@ def _graphs(args: Any) -> frozenset[str] | None:
     return parts if permutes else parts - {"moe_preprocess"}
 
 
+def of_engine(args: Any) -> bool:
+    """Returns whether layers are Transformer Engine's, as all of a hybrid model are."""
+    return args.transformer_impl != "local" or hybrid_pattern(args) is not None
+
+
 def _quantized(args: Any) -> Quantized | None:
     """Reads Megatron's FP8 and FP4 flags. Local linears do not know them."""
-    if not (args.fp8 or args.fp4) or args.transformer_impl == "local":
+    if not (args.fp8 or args.fp4) or not of_engine(args):
         return None
     recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
     ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.parameters import Count, parameters
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.parts import Count
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.schedule.schedule import Schedule
@@ -97,8 +98,8 @@ def model_memory(
         return 0.0 if numbers is None else numbers.held(count)
 
     behind = kept.norm if shared else kept.last
-    for _ in range(build.shape.ahead):
-        behind = behind.plus(kept.ahead)
+    for layer_ahead in kept.ahead:
+        behind = behind.plus(layer_ahead)
     first, last, alone, together = sizes.first, sizes.last.plus(sizes.ahead), *kept.words
     if not shared:
         first, last = first.plus(sizes.table), last.plus(sizes.table)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.build import Experts, Latent, Shape
-from megatron.schedules.estimate.layer_pattern import moe_freq_type
+from megatron.schedules.estimate.layer_pattern import hybrid_layers, model_layers, moe_freq_type
+from megatron.schedules.estimate.shape import DeltaNet, Experts, Indexer, Latent, Mamba, Shape
 from megatron.schedules.utils.errors import PlanError
 
 Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], int] | None, Any]]
@@ -30,9 +30,10 @@ _ON = """
     no-gradient-accumulation-fusion no-position-embedding no-rope-fusion
 """
 _INTEGERS = """
-    expert-tensor-parallel-size ffn-hidden-size global-batch-size hidden-size kv-channels max-position-embeddings
-    micro-batch-size moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads
-    num-experts num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
+    dsa-indexer-head-dim dsa-indexer-n-heads dsa-indexer-topk expert-tensor-parallel-size ffn-hidden-size
+    global-batch-size hidden-size kv-channels mamba-num-heads max-position-embeddings micro-batch-size
+    moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads num-experts
+    num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
 """
 FLAGS: Flags = {
     **{f"--{name}": (None, False) for name in _OFF.split()},
@@ -41,6 +42,7 @@ FLAGS: Flags = {
     "--attention-dropout": (float, 0.1),
     "--context-parallel-size": (int, 1),
     "--cross-entropy-fusion-impl": (str, "native"),
+    "--dsa-indexer-loss-coeff": (float, None),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
     "--fp4-format": (str, None),
@@ -48,11 +50,22 @@ FLAGS: Flags = {
     "--fp8-recipe": (str, "delayed"),
     "--expert-model-parallel-size": (int, 1),
     "--hidden-dropout": (float, 0.1),
+    "--hybrid-layer-pattern": (str, None),
+    "--hybrid-override-pattern": (str, None),
     "--kv-lora-rank": (int, 32),
+    "--linear-conv-kernel-dim": (int, 4),
+    "--linear-key-head-dim": (int, 128),
+    "--linear-num-key-heads": (int, 16),
+    "--linear-num-value-heads": (int, 32),
+    "--linear-value-head-dim": (int, 128),
     "--main-grads-dtype": (str, "fp32"),
     "--make-vocab-size-divisible-by": (int, 128),
+    "--mamba-head-dim": (int, 64),
+    "--mamba-num-groups": (int, 8),
+    "--mamba-state-dim": (int, 128),
     "--moe-layer-freq": (moe_freq_type, 1),
     "--moe-router-topk": (int, 2),
+    "--mtp-hybrid-override-pattern": (str, None),
     "--normalization": (str, "LayerNorm"),
     "--num-distributed-optimizer-instances": (int, 1),
     "--num-layers-at-end-in-bf16": (int, 1),
@@ -115,22 +128,18 @@ def shape(args: Any, vocabulary: int) -> Shape:
     hidden, heads = args.hidden_size, args.num_attention_heads
     # A gated MLP of two thirds the width has as many parameters; Megatron rounds down to whole tiles.
     inner = args.ffn_hidden_size or (4 * hidden if not args.swiglu else 8 * hidden // 3 // 64 * 64)
-    latent = None
-    if args.multi_latent_attention:
-        latent = Latent(
-            args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
-        )
     experts = None
     if args.num_experts:
         experts = Experts(
-            where=_with_experts(args.moe_layer_freq, args.num_layers),
             inner=args.moe_ffn_hidden_size or inner,
             chosen=args.moe_router_topk,
             number=args.num_experts / args.expert_model_parallel_size,
             shared=args.moe_shared_expert_intermediate_size or 0,
         )
+    layers, ahead = model_layers(args)
+    parts = {*"".join(layers + ahead)}
     return Shape(
-        args.num_layers,
+        layers,
         hidden,
         heads,
         args.seq_length,
@@ -140,11 +149,40 @@ def shape(args: Any, vocabulary: int) -> Shape:
         inner=inner,
         gated=bool(args.swiglu),
         fused=args.transformer_impl != "local",
-        latent=latent,
+        latent=_latent(args) if args.multi_latent_attention or parts & {*"+D"} else None,
         experts=experts,
-        ahead=args.mtp_num_layers or 0,
+        mamba=_mamba(args) if "M" in parts else None,
+        delta=_delta_net(args) if "G" in parts else None,
+        indexer=_indexer(args) if "D" in parts else None,
+        ahead=ahead,
         masks=(args.attention_dropout > 0, args.hidden_dropout > 0),
     )
+
+
+def _latent(args: Any) -> Latent:
+    return Latent(args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
+
+
+def _mamba(args: Any) -> Mamba:
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    return Mamba(heads, args.mamba_head_dim, args.mamba_state_dim, args.mamba_num_groups)
+
+
+def _delta_net(args: Any) -> DeltaNet:
+    return DeltaNet(
+        args.linear_num_key_heads,
+        args.linear_num_value_heads,
+        args.linear_key_head_dim,
+        args.linear_value_head_dim,
+        args.linear_conv_kernel_dim,
+    )
+
+
+def _indexer(args: Any) -> Indexer:
+    sizes = {"heads": "dsa_indexer_n_heads", "head": "dsa_indexer_head_dim", "chosen": "dsa_indexer_topk"}
+    if missing := [name for name in sizes.values() if not getattr(args, name)]:
+        raise ValueError(f"sparse attention (D) needs --{missing[0].replace('_', '-')}: give it")
+    return Indexer(**{of: getattr(args, name) for of, name in sizes.items()}, trained=bool(args.dsa_indexer_loss_coeff))
 
 
 def padded(words: int, args: Any) -> int:
@@ -178,6 +216,8 @@ def parse(text: str, name: str) -> argparse.Namespace:
         check_bounds(args)
         if args.vocab_size is None and args.padded_vocab_size:
             args.vocab_size = args.padded_vocab_size
+        if (hybrid := hybrid_layers(args)) is not None:  # says how many layers there are
+            args.num_layers, args.mtp_num_layers = len(hybrid.layers), len(hybrid.ahead)
         if missing := [flag for flag in _NEEDED if getattr(args, attribute(flag)) is None]:
             raise ValueError(
                 f"it lacks {', '.join(missing)}: add what is missing behind the name, as in '{name} {missing[0]} N'"
@@ -216,14 +256,6 @@ def _value(variable: re.Match[str], values: Mapping[str, str]) -> str:
     """Value of a shell variable; its own text if nothing sets it."""
     name = variable["name"] or variable["braced"]
     return values.get(name) or os.environ.get(name) or variable["default"] or variable[0]
-
-
-def _with_experts(frequency: int | list[int], layers: int) -> tuple[bool, ...]:
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(layers))
-    if len(frequency) != layers:
-        raise ValueError(f"--moe-layer-freq names {len(frequency)} layers and --num-layers {layers}")
-    return tuple(map(bool, frequency))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
+from megatron.schedules.estimate.measured_layers import spread_loads, spread_memory
 from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.symbols import share, typical_layers, works
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
-from megatron.schedules.estimate.work import LayerWork, layer_work
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
@@ -87,16 +88,20 @@ def with_model(
     build, (first, last) = model.build, model.stand_in
     numbers = model.numbers if placed else None
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
-    kept = kept if profile is None else profile.memory(kept)
-    work = layer_work(build, experts=any(build.where))
-    speed = build.quantized.speed if build.quantized else 1.0
+    estimated, known = kept, loads(build)
+    if profile is not None:
+        kept = profile.memory(kept)
+    if not costs.model.divisible:
+        known = replace(costs.model, attention=known.attention, messages=known.messages, block=known.block)
+    if known.block > 1 and profile is not None:  # layers are of several kinds
+        kept = spread_memory(kept, estimated, profile.layers)
+        known = spread_loads(known, loads(build), profile.layers)
     layers = costs.layers
     if hides and profile is None and not any(layers.messages):
         layers = with_messages(layers, build)
     if profile is None or profile.facts.recompute is None:  # else measured times include it
-        share = recomputed_share(model.recompute, work, speed)
-        layers = replace(layers, stock_recompute=share, recomputed_layers=model.recompute.layers or None)
-    known = loads(build) if costs.model.divisible else costs.model
+        again = recomputed_share(model.recompute, build)
+        layers = replace(layers, stock_recompute=again, recomputed_layers=model.recompute.layers or None)
     known = replace(known, stand_in=(int(first), int(last)), ends=model.ends, shared_vocabulary=shared)
     return replace(costs, layers=layers, model=known, memory=kept)
 
@@ -136,14 +141,15 @@ def rank_memory(
     return memory(schedule, on_stages, costs.in_bytes.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 
-def recomputed_share(recompute: Recompute, work: LayerWork, speed: float = 1.0) -> float:
+def recomputed_share(recompute: Recompute, build: Build) -> float:
     """Share of the forward of a layer that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:
         recompute: Megatron's own recompute.
-        work: work of a decoder layer.
-        speed: speed of linears relative to attention's, in FLOPs.
+        build: the model as built.
     """
     if recompute.layers != 0:
         return 1.0
-    return sum(work.share(module, speed) for module in recompute.modules)
+    parts = works(build, "".join(typical_layers(build)))
+    speed = build.quantized.speed if build.quantized else 1.0
+    return sum(share(parts, module, speed) for module in recompute.modules)

@@ -15,7 +15,7 @@ from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.build_flags import as_built
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.work import layer_work, output_layer
+from megatron.schedules.estimate.symbols import layer_flops, output_layer
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
 
@@ -77,8 +77,9 @@ class Model:
 
         Causal attention counts half, as in Megatron's logs.
         """
-        kinds = {experts: layer_work(self.whole, experts=experts).flops for experts in set(self.whole.where)}
-        return 3 * (sum(kinds[experts] for experts in self.whole.where) + output_layer(self.whole).flops)
+        layers = self.whole.shape.layers
+        kinds = {symbols: layer_flops(self.whole, symbols) for symbols in {*layers}}
+        return 3 * (sum(kinds[symbols] for symbols in layers) + output_layer(self.whole).flops)
 
 
 def built(args: argparse.Namespace) -> Build:

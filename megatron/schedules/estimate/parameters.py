@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build, LayerKind
-from megatron.schedules.estimate.work import LinearShape, layer_work
-
-
-class Count(NamedTuple):
-    """Number of parameters.
-
-    Args:
-        dense: those without the next.
-        expert: those of routed experts, which have their own data-parallel ranks.
-        quantized: those of both that have copies in FP8.
-        primary: those that are stored in FP8 only.
-    """
-
-    dense: float = 0.0
-    expert: float = 0.0
-    quantized: float = 0.0
-    primary: float = 0.0
-
-    def plus(self, other: Count) -> Count:
-        """Sum of both."""
-        return Count(*(mine + its for mine, its in zip(self, other, strict=True)))
-
-    @property
-    def all(self) -> float:
-        """All parameters, each once."""
-        return self.dense + self.expert
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.parts import Count, norm_parameters
+from megatron.schedules.estimate.symbols import layer_parameters, stored
 
 
 @dataclass(frozen=True)
@@ -83,55 +57,16 @@ class Parameters:
 def parameters(build: Build) -> Parameters:
     """Counts the parameters of ``build``."""
     shape, hidden = build.shape, build.shape.hidden
-    norm = _norm(build, hidden)
+    norm = norm_parameters(build, hidden)
     table = Count(shape.vocabulary * hidden / build.tensor)
-    kinds = {kind: _layer(build, kind) for kind in {*build.kinds, build.kind_ahead}}
+    kinds = {kind: layer_parameters(build, kind) for kind in {*build.kinds, *build.kinds_ahead}}
     positions = Count(float(build.positions * hidden))
     ahead = Count()
     if shape.ahead:
         ahead = ahead.plus(table).plus(positions)
         joined = 2.0 * hidden * hidden / build.tensor
-        for _ in range(shape.ahead):
-            ahead = ahead.plus(kinds[build.kind_ahead])
-            ahead = ahead.plus(_counted(build, build.kind_ahead, Count(joined + 3 * norm), joined))
+        for kind in build.kinds_ahead:
+            ahead = ahead.plus(kinds[kind])
+            ahead = ahead.plus(stored(build, kind, Count(joined + 3 * norm), joined))
     last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
     return Parameters(table, positions, tuple(kinds[kind] for kind in build.kinds), last, ahead)
-
-
-def _norm(build: Build, width: int) -> float:
-    return (2.0 if build.two_norms else 1.0) * width
-
-
-def _layer(build: Build, kind: LayerKind) -> Count:
-    hidden, work = build.shape.hidden, layer_work(build, experts=kind.experts)
-    linears = _weights((*work.attention, *work.mlp))
-    into, out = work.attention[0], work.attention[-1]
-    dense = 2 * _norm(build, hidden) + _weights(work.attention) + (out.out if build.biases else 0.0)
-    if build.shape.latent is None:
-        dense += into.out if build.biases or build.attention_biases else 0.0
-        dense += 2 * _norm(build, build.head) if build.head_norms else 0.0
-    elif build.head_norms:
-        dense += _norm(build, (build.shape.latent.query or 0) + build.shape.latent.key_value)
-    if not kind.experts:
-        return _counted(build, kind, Count(dense + _mlp(build, work.mlp)), linears)
-    routed, shared = work.mlp[:2], work.mlp[2:]
-    dense += hidden * build.experts  # the router
-    if shared:
-        dense += _mlp(build, shared) + (hidden if build.shared_gate else 0.0)
-    return _counted(build, kind, Count(dense, _mlp(build, routed)), linears)
-
-
-def _counted(build: Build, kind: LayerKind, count: Count, linears: float) -> Count:
-    """Adds how the weights of ``linears`` in ``count`` are stored."""
-    if not kind.quantized or build.quantized is None:
-        return count
-    return count._replace(quantized=linears, primary=linears if build.quantized.primary else 0.0)
-
-
-def _weights(linears: Sequence[LinearShape]) -> float:
-    return sum(linear.parts * linear.inner * linear.out for linear in linears)
-
-
-def _mlp(build: Build, linears: Sequence[LinearShape]) -> float:
-    biases = sum(linear.parts * linear.out for linear in linears) if build.biases else 0.0
-    return _weights(linears) + biases

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 from megatron.schedules.estimate.build import LayerKind
 from megatron.schedules.estimate.models import Model, built, gpt
+from megatron.schedules.estimate.symbols import typical_layers
 from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
 from megatron.schedules.measure.job_profile import JobProfile
 
@@ -135,5 +137,7 @@ def corrections(profile: JobProfile, device: Device, model: Model) -> PassTimes:
     )
     build = built(args)
     # tools/profile_passes.py measures in bf16.
-    assumed = layer_times(build, Roofline(device), build.tokens, LayerKind(any(build.where)))
+    kinds = [LayerKind(symbols) for symbols in typical_layers(build)]
+    times = {kind: layer_times(build, Roofline(device), build.tokens, kind) for kind in {*kinds}}
+    assumed = [fmean(column) for column in zip(*(times[kind] for kind in kinds), strict=True)]
     return PassTimes(*(seconds / guess for seconds, guess in zip(profile.layer_seconds, assumed, strict=True)))

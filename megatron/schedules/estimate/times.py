@@ -5,19 +5,19 @@ The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, LayerKind
-from megatron.schedules.estimate.work import LayerWork, LinearShape, layer_work, output_layer
+from megatron.schedules.estimate.parts import LinearShape, Work
+from megatron.schedules.estimate.symbols import output_layer, works
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
-# Products of attention's backward over its forward: fused, which recomputes the scores (arXiv 2205.14135), and unfused.
-_FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
+_BLOCK = LayerKind()
 # Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
 _MOVED_BY_LOGITS = 18.0, 6.0
-_DENSE = LayerKind()
 
 
 class PassTimes(NamedTuple):
@@ -88,7 +88,7 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
         correction: measured over estimated times of a decoder layer.
     """
     kept = activations(build)
-    every = {*build.kinds, build.kind_ahead}
+    every = {*build.kinds, *build.kinds_ahead}
     kinds = {kind: layer_times(build, prices, tokens, kind).scaled(correction) for kind in every}
     layers = tuple(
         Part(split=Load(*kinds[kind], tokens * whole(layer).forward))
@@ -96,22 +96,32 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     )
     output = output_times(build, prices, tokens)
     last = Part(whole=Load(*output, tokens * kept.last.forward))
-    for _ in range(build.shape.ahead):
+    for kind, held in zip(build.kinds_ahead, kept.ahead, strict=True):
         # A projection joins two streams before the layer, and it has logits of its own.
         projection = LinearShape(2 * build.shape.hidden, build.shape.hidden / build.tensor)
-        joined = _linear(build, projection, prices, tokens, quantized=build.kind_ahead.quantized)
-        layer = Load(*kinds[build.kind_ahead]).plus(Load(*joined, tokens * kept.ahead.forward))
+        joined = _linear(build, projection, prices, tokens, quantized=kind.quantized)
+        layer = Load(*kinds[kind]).plus(Load(*joined, tokens * held.forward))
         last = last.plus(Part(layer, Load(*output)))
     looked_up = prices.stream(4.0 * build.shape.hidden * tokens / build.tensor)
     first = Part(whole=Load(looked_up, looked_up, 0.0, tokens * kept.first.forward))
     alone, together = kept.words
-    return ModelLoads(first, layers, last, kept_for_output=(tokens * alone, tokens * together))
+    attention, messages = amounts(build)
+    words = tokens * alone, tokens * together
+    block = 1 if any(len(symbols) > 1 for symbols in build.shape.layers) else 2
+    return ModelLoads(first, layers, last, kept_for_output=words, attention=attention, messages=messages, block=block)
 
 
 def attention_shares(build: Build) -> tuple[float, float]:
     """Shares of attention in an average layer's F and I, for a sample that is one sequence."""
-    scores, mean = layer_work(build).scores, loads(build).mean
-    return scores / mean.forward, _backward(build) * scores / mean.input_grad
+    mean, scores = loads(build).mean, _scores(build)
+    forward, input_grad = (fmean(scores[symbols][of] for symbols in build.shape.layers) for of in (0, 1))
+    return forward / mean.forward, input_grad / mean.input_grad
+
+
+def _scores(build: Build) -> dict[str, tuple[float, float]]:
+    """FLOPs of attention in F and in I of each sort of layer."""
+    scores = {symbols: [work.scores for work in works(build, symbols)] for symbols in {*build.shape.layers}}
+    return {symbols: (sum(f for f, _ in parts), sum(i for _, i in parts)) for symbols, parts in scores.items()}
 
 
 def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> tuple[float, float]:
@@ -120,15 +130,40 @@ def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> t
     Args:
         build, prices, tokens: as in :func:`loads`.
     """
-    if not any(build.where):
+    if not build.has_experts:
         return 0.0, 0.0
-    of_experts = expert_messages(build, layer_work(build, experts=True), prices, tokens)
-    mean, waiting = loads(build, prices, tokens).mean, of_experts * fmean(build.where)
+    of_layers = _waiting(build, prices, tokens)
+    mean, waiting = loads(build, prices, tokens).mean, fmean(of_layers[symbols] for symbols in build.shape.layers)
     return waiting / mean.forward, waiting / mean.input_grad
 
 
-def expert_messages(build: Build, work: LayerWork, prices: Prices, tokens: float) -> float:
-    """Time in which a layer's F, or its I, waits for tokens that travel to their experts and back.
+def _waiting(build: Build, prices: Prices, tokens: float) -> dict[str, float]:
+    """Time of experts' messages of each sort of layer."""
+    return {
+        symbols: sum(expert_messages(build, work, prices, tokens) for work in works(build, symbols))
+        for symbols in {*build.shape.layers}
+    }
+
+
+def amounts(build: Build) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Attention and messages of experts of each layer, in those of an average layer.
+
+    Empty where no layer has any, and for blocks, which have them in proportion to their time.
+    """
+    layers = build.shape.layers
+    if any(len(symbols) > 1 for symbols in layers):
+        return (), ()
+    attention = {symbols: forward for symbols, (forward, _) in _scores(build).items()}
+    return _in_means(layers, attention), _in_means(layers, _waiting(build, ANY, 1.0))
+
+
+def _in_means(layers: Sequence[str], of_sorts: Mapping[str, float]) -> tuple[float, ...]:
+    mean = fmean(of_sorts[symbols] for symbols in layers)
+    return tuple(of_sorts[symbols] / mean for symbols in layers) if mean else ()
+
+
+def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+    """Time in which the F of a part, or its I, waits for tokens that travel to their experts and back.
 
     A router spreads tokens evenly. The ranks that share experts are numbered one after another, as Megatron numbers
     them, so as many as possible are on one node. Links of the node and of the network work at the same time.
@@ -142,17 +177,20 @@ def expert_messages(build: Build, work: LayerWork, prices: Prices, tokens: float
     return max(prices.sent(size * (near - 1), same_node=True), beyond)
 
 
-def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _DENSE) -> PassTimes:
-    """Times of one decoder layer. Attention itself is never quantized."""
-    work = layer_work(build, experts=kind.experts)
-    times = [
-        _linear(build, linear, prices, tokens, quantized=kind.quantized) for linear in (*work.attention, *work.mlp)
-    ]
+def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _BLOCK) -> PassTimes:
+    """Times of one decoder layer."""
+    parts = [_part_times(build, prices, tokens, work, kind.quantized) for work in works(build, kind.symbols)]
+    return PassTimes(*map(sum, zip(*parts, strict=True)))
+
+
+def _part_times(build: Build, prices: Prices, tokens: float, work: Work, quantized: bool) -> PassTimes:
+    """Times of one part of a layer. Attention itself is never quantized."""
+    times = [_linear(build, linear, prices, tokens, quantized=quantized) for linear in work.linears]
     forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
-    scores, (moved_forward, moved_backward) = work.scores * tokens, work.moved
-    forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
-    input_grad += prices.attention(_backward(build) * scores, backward=True)
-    input_grad += prices.stream(moved_backward * tokens, 6)
+    mixing, moved = work.mixing, work.moved
+    forward += prices.attention(mixing[0] * tokens, backward=False) + prices.stream(moved[0] * tokens, work.kernels)
+    input_grad += prices.attention(mixing[1] * tokens, backward=True)
+    input_grad += prices.stream(moved[1] * tokens, work.kernels)
     # W's messages are hidden behind its products.
     messages = _messages(build, work, prices, tokens)
     return PassTimes(forward + messages, input_grad + messages, weight_grad)
@@ -185,11 +223,7 @@ def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *,
     )
 
 
-def _messages(build: Build, work: LayerWork, prices: Prices, tokens: float) -> float:
-    """Time of experts' messages and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
-    shared = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
-    return shared + expert_messages(build, work, prices, tokens)
-
-
-def _backward(build: Build) -> float:
-    return _FUSED_BACKWARD if build.shape.fused else _KEPT_BACKWARD
+def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+    """Time of experts' messages and of an all-gather and a reduce-scatter each way (arXiv 2205.05198, 4.2.2)."""
+    gathered = 2 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
+    return gathered + expert_messages(build, work, prices, tokens)

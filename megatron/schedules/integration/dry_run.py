@@ -16,9 +16,8 @@ from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec
-from megatron.schedules.job.stage_layers import letters_by_stage
+from megatron.schedules.job.stage_layers import written
 from megatron.schedules.job.values import DryRun
-from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
 from megatron.schedules.report.table import gib
@@ -33,20 +32,15 @@ def dry_run(job: JobPlan) -> NoReturn:
 
     Exits with 0, or with 3 if the job does not fit its device.
     """
-    how, pattern = job.spec.settings.dry_run or DryRun(), job.spec.layers.pattern
+    how = job.spec.settings.dry_run or DryRun()
     room = how.device_bytes
     try:
         _, source = assumed_gpus(job.spec.sizes, how.gpus)
     except PlanError as error:
         refuse(error.told(FLAGS))
-    if pattern is None and not job.memory:
+    if not job.memory:
         refuse(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
     sys.stdout.write(f"{_heading(job.spec.sizes, source)}\n{summary(job)}\n")
-    if pattern is not None:
-        sys.stdout.write(f"layers by stage: {'|'.join(letters_by_stage(pattern, job.layers))}\n")
-        sys.stdout.write("memory of hybrid models is not estimated so far\n")
-        sys.stdout.flush()
-        raise SystemExit(0)
     sys.stdout.write(f"{_table(job)}\n")
     status = 0
     if room is not None:
@@ -79,10 +73,12 @@ def _table(job: JobPlan) -> str:
     spec, build = job.spec, job.spec.build
     assert build is not None, "memory is known"
     kernel = "in one kernel" if build.shape.fused else "with its scores kept"
+    # All layers of a hybrid model are.
+    layers = spec.stock.transformer_impl if spec.layers.pattern is None else "transformer_engine"
     quantized = f", linears in {build.quantized}" if build.quantized else ""
     lines = [
-        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}{quantized}",
-        f"layers by stage: {as_layout(job.layers, spec.layers.ahead)}",
+        f"activations as layers of {layers} keep them, attention {kernel}{quantized}",
+        f"layers by stage: {written(spec.layers, job.layers)}",
         as_text([_rank(job, rank) for rank in range(job.schedule.ranks)]).rstrip(),
     ]
     if not build.shape.vocabulary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.schedules.estimate.build import Shape
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
 from megatron.schedules.job.spec import GRAPHS, JobSpec, Settings
@@ -47,8 +47,6 @@ def validate(spec: JobSpec) -> None:
             f"{flags['schedule']} {settings.schedule.name} needs {flags['ranks']} 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
-    if spec.layers.pattern is not None:
-        _check_hybrid(spec)
     if settings.plan_lengths:
         _check_plan_lengths(spec)
     if spec.stock.cuda_graphs == GRAPHS:
@@ -110,26 +108,6 @@ def check_model(spec: JobSpec) -> None:
         raise PlanError(f"{flag} needs the model's sizes: give their flags")
 
 
-def _check_hybrid(spec: JobSpec) -> None:
-    """Refuses flags that need time and memory of each layer, which are not estimated for hybrid models."""
-    settings, flags = spec.settings, spec.flags
-    limit, dry_run = settings.memory_limit, settings.dry_run
-    needing = {
-        flags["shared_vocabulary"]: settings.vocabulary_parallel,
-        flags["save_memory"]: settings.saving != MemorySaving(),
-        flags["plan_lengths"]: settings.plan_lengths,
-        f"{flags['layers']} auto": settings.layers == "auto",
-        f"{flags['memory_limit']} in GiB": limit is not None and limit.size is not None,
-        f"{flags['dry_run']} with the memory of a GPU": dry_run is not None and dry_run.device_bytes is not None,
-    }
-    for flag, is_given in needing.items():
-        if is_given:
-            raise PlanError(
-                f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
-                "estimated; leave the flag out"
-            )
-
-
 def _check_graphs(spec: JobSpec) -> None:
     """Refuses what changes what CUDA graphs of layers have captured."""
     settings, given, flags = spec.settings, spec.stock.given, spec.flags
@@ -180,7 +158,7 @@ def _check_plan_lengths(spec: JobSpec) -> None:
 def _fault(facts: Facts, spec: JobSpec, shape: Shape) -> str:
     """Difference between the profile's model and the job's; empty without one."""
     pairs: dict[str, tuple[Any, Any]] = {
-        "--num-layers": (facts.layers, shape.layers),
+        "--num-layers": (facts.layers, len(shape.layers)),
         "--hidden-size": (facts.hidden_size, shape.hidden),
         "--num-attention-heads": (facts.heads, shape.heads),
         "--seq-length": (facts.sequence_length, shape.sequence),

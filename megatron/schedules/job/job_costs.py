@@ -7,8 +7,8 @@ from dataclasses import replace
 from megatron.schedules.estimate.model_build import with_model
 from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.stage_layers import written
 from megatron.schedules.measure.profile_facts import CopyRates, copy_time
-from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable
@@ -28,7 +28,7 @@ def costs_of(spec: JobSpec, *, of_device: bool = False) -> Costs:
     settings, profile, custom = spec.settings, spec.profile, spec.custom_costs
     costs = profile.costs(spec.sizes.pipeline) if profile is not None else _times(spec)
     if spec.trained is not None:
-        layers = spec.trained.build.shape.layers
+        layers = len(spec.trained.build.shape.layers)
         if profile is not None and settings.costs is not None and profile.facts.layers != layers:
             raise PlanError(
                 f"{spec.flags['model']} has {layers} layers, and {settings.costs.text} was measured for "
@@ -92,7 +92,7 @@ def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
     if costs.model.divisible:
         return f"{said}; equal stages assumed"
     last = costs.last_in_layers
-    where = f"; layers {as_layout(layers, spec.layers.ahead)}" if layers else ""
+    where = f"; layers {written(spec.layers, layers)}" if layers else ""
     ahead = " with multi-token prediction" if spec.layers.ahead else ""
     known = "" if last > 0.01 else ", its vocabulary not being known"
     if costs.model.shared_vocabulary:

@@ -91,7 +91,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
 def _layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
     """Decoder layers of each stage, if flags set them."""
     layers = spec.settings.layers
-    if spec.layers.count is None or not spec.by_megatron:  # the planner compares them with the model
+    if spec.layers.count is None or not (spec.by_megatron or spec.layers.segmented):  # the planner compares them
         return layers if isinstance(layers, tuple) else None
     by_hand = spec.layers.by_hand or isinstance(layers, tuple)
     known = by_hand and not _by_ends(spec) and not wrong_layers(spec.layers, stages, layers)

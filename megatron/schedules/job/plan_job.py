@@ -15,7 +15,7 @@ from megatron.schedules.job.job_request import LimitedRequest, request_of
 from megatron.schedules.job.least_memory import try_least
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.memory_limit import too_small
-from megatron.schedules.job.rules import refusal, unsplittable
+from megatron.schedules.job.rules import refusal, unlogged, unsplittable
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import layers_by_stage
 from megatron.schedules.job.values import MemorySaving
@@ -280,7 +280,10 @@ def _accepted(job: JobPlan, machine: Machine) -> JobPlan:
     """Returns the plan if its host has room for it and Megatron's flags work with it; raises PlanError otherwise."""
     _check_host(job, machine)
     spec = job.spec
-    if spec.by_megatron and (why := refusal(spec, job.schedule, machine)):
+    why = refusal(spec, job.schedule, machine) if spec.by_megatron else ""
+    if not why and spec.layers.pattern is not None:
+        why = unlogged(spec, job.schedule.placement, job.layers)
+    if why:
         raise PlanError(f"{spec.flags['schedule']} {spec.settings.schedule.name} {why}")
     return job
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate.build_flags import numbers, stand_in, stock_recompute
+from megatron.schedules.estimate.layer_pattern import hybrid_layers
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.parallel_sizes import ParallelSizes, sizes_of
 from megatron.schedules.job import values
@@ -103,10 +104,11 @@ def _of_model(args: Any, microbatches: int, model: str, flags: Mapping[str, str]
 
 def model_fields(args: Any, world: int) -> dict[str, Any]:
     """Fields of a :class:`.JobSpec` of ``world`` GPUs that Megatron's parsed ``args`` give."""
+    hybrid = hybrid_layers(args)
     return {
         "sizes": sizes_of(args, world),
         "batch": Batch(args.micro_batch_size),
-        "layers": StockLayers(args.num_layers, stand_in=stand_in(args)),
+        "layers": StockLayers(args.num_layers, stand_in=stand_in(args), pattern=hybrid and hybrid.pattern),
         "recompute": stock_recompute(args),
         "vocabulary_multiple": args.make_vocab_size_divisible_by,
         "model": JobModel(built(args), numbers(args)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.spec import GRAPHS, JobSpec
-from megatron.schedules.job.stage_layers import wrong_layers
+from megatron.schedules.job.stage_layers import letters_by_stage, wrong_layers
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 
 
@@ -22,6 +23,28 @@ def refusal(spec: JobSpec, schedule: Schedule, machine: Machine = ANY) -> str:
     """
     job = _Job(spec, schedule, machine)
     return next(filter(None, (rule(job) for rule in _RULES)), "")
+
+
+def unlogged(spec: JobSpec, placement: Placement, layers: Sequence[int]) -> str:
+    """Reason why Megatron cannot log the auxiliary losses of a hybrid model's experts; empty if it can.
+
+    Args:
+        spec: the job.
+        placement: rank of each stage.
+        layers: layers of each stage.
+    """
+    pattern, given = spec.layers.pattern, spec.stock.given
+    if pattern is None or not given & {"moe_aux_loss_coeff", "moe_z_loss_coeff"}:
+        return ""
+    letters = letters_by_stage(pattern, layers)
+    having = [any("E" in letters[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    if all(having) or not any(having):
+        return ""
+    return (
+        f"puts no layer with experts (E) on rank {having.index(False)}, and Megatron logs auxiliary losses only if all "
+        "ranks have experts: give each rank some with | in --hybrid-layer-pattern, or leave out --moe-aux-loss-coeff "
+        "and --moe-z-loss-coeff"
+    )
 
 
 def unsplittable(spec: JobSpec, machine: Machine = ANY) -> str:
@@ -107,9 +130,9 @@ def _layers(job: _Job) -> str:
     wrong = wrong_layers(stock, placement.stages, layers)
     partitioned = not job.spec.settings.places_layers and not (stock.by_hand or any(stock.stand_in))
     can_be = wrong and partitioned and (stock.count or 0) >= placement.stages
-    if can_be and stock.pattern is not None:
-        return f"{wrong}; or write | between the stages"
-    return f"{wrong}; or give {job.spec.flags['layers']} auto, which divides any number of layers" if can_be else wrong
+    by_hand = "write | between the stages, or " if stock.pattern is not None else ""
+    auto = f"{wrong}; or {by_hand}give {job.spec.flags['layers']} auto, which divides any number of layers"
+    return auto if can_be else wrong
 
 
 def _ends(job: _Job) -> str:

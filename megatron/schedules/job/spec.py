@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.schedules.estimate.build import Build, Shape
+from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.layer_pattern import PIPE
 from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
 from megatron.schedules.estimate.parallel_sizes import ParallelSizes
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.values import (
     CostsChoice,
     DryRun,
@@ -124,7 +126,7 @@ class StockLayers:
     @property
     def segmented(self) -> bool:
         """True if the pattern of a hybrid model places its layers."""
-        return "|" in (self.pattern or "")
+        return PIPE in (self.pattern or "")
 
 
 GRAPHS = "transformer_engine"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron.schedules.estimate.bounds import MOST_LAYERS
+from megatron.schedules.estimate.layer_pattern import PIPE
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.job.values import Layers
+from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 
@@ -61,9 +63,21 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = Non
     return tuple(counts)
 
 
+def written(stock: StockLayers, layers: Sequence[int]) -> str:
+    """Returns the layers of each stage as Megatron's flags have them: as a layout, or as the pattern of a hybrid model.
+
+    Args:
+        stock: Megatron's flags.
+        layers: number of layers of each stage, in model order.
+    """
+    if stock.pattern is None:
+        return as_layout(tuple(layers), stock.ahead)
+    return PIPE.join(letters_by_stage(stock.pattern, layers))
+
+
 def letters_by_stage(pattern: str, layers: Sequence[int]) -> list[str]:
     """Returns the letters of each stage's layers in the ``pattern`` of a hybrid model, given their numbers."""
-    letters = pattern.replace("|", "")
+    letters = pattern.replace(PIPE, "")
     return [letters[end - count : end] for count, end in zip(layers, accumulate(layers), strict=True)]
 
 
@@ -101,7 +115,7 @@ def _equal(stock: StockLayers, stages: int) -> tuple[int, ...]:
 
 
 def _from_pattern(pattern: str, stages: int) -> tuple[int, ...]:
-    segments = pattern.split("|")
+    segments = pattern.split(PIPE)
     if len(segments) != stages:
         raise PlanError(
             f"has {stages} stages and --hybrid-layer-pattern {pattern!r} has {len(segments)}: write {stages}, in model "

@@ -86,6 +86,7 @@ def _climb(searches: Sequence[PartitionSearch], progress: Progress) -> None:
 
     on_all_cores([partial(search.descend, hears(search)) for search in searches])
     on_all_cores([partial(search.wander, hears(search)) for search in _near(searches)])
+    on_all_cores([partial(search.refine, hears(search)) for search in _near(searches)])
 
 
 def _checked(searches: Sequence[PartitionSearch], progress: Progress) -> Found:

@@ -206,13 +206,21 @@ def with_layers(request: Request, partition: Partition) -> Request:
     return replace(request, decisions=replace(request.decisions, layers=partition), partition=False)
 
 
-def levelled(model: ModelLoads, where: Placement) -> Partition:
-    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
+def levelled(model: ModelLoads, where: Placement, together: int = 1) -> Partition:
+    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage.
+
+    Args:
+        model: the model.
+        where: its placement.
+        together: layers that are added at once.
+    """
     ends = [0.0] * where.stages
     for stage, part in ((0, model.first), (where.last_stage, model.last)):
         ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
     counts = [0] * where.stages
-    for _ in model.layers:
+    for begin in range(0, len(model.layers), together):
         rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
-        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
+        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += len(
+            model.layers[begin : begin + together]
+        )
     return tuple(counts)

@@ -1,5 +1,9 @@
 """Compares layer partitions on one placement: a local search that moves one layer at a time.
 
+Where several layers are as a GPT's block, it first searches as for the GPT, with as many layers at a time. Then it
+moves single layers, from the even partition and from the best found. So plans are no longer than the GPT's, and the
+search takes three times as long.
+
 Lower bounds, first of all the time of the busiest rank, rule out most moves without planning. The other moves are
 planned. Named schedules are planned as usual. ``adaptive`` searches for seconds, so each move gets only a short climb
 from the best known order. Effort is counted in passes, not in time, so that the same request gives the same partition
@@ -10,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, permutations
@@ -18,6 +22,7 @@ from itertools import islice, permutations
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.partition_plans import Partition, Planned, few_microbatches, levelled, with_layers
 from megatron.schedules.planner.registry import Request, follows_costs
+from megatron.schedules.schedule.model_loads import ModelLoads, even
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -89,7 +94,10 @@ class PartitionSearch:
         alike = few == request.microbatches and self.named
         final = _rounds(_FINAL_ROUNDS, _FINAL_PASSES, where, request.microbatches)
         self.whole = self._planned if alike else Planned(request, where, self._limit, final)
-        self._most = max(_FEWEST_PLANS, self._plans_of(few))
+        self._together = self._model.block  # layers that are moved at once
+        # Plans of a search, of all of them, and those after which the current one ends.
+        self._each = self._most = max(_FEWEST_PLANS, self._plans_of(few))
+        self._all = self._each * searches(self._model)
         checked = self._plans_of(request.microbatches) * _FULLY_CHECKED // max(_FULLY_CHECKED, where.ranks)
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, checked))
         # Number of plans of the final check, without those of partitions that compete with other placements'.
@@ -99,7 +107,7 @@ class PartitionSearch:
     @property
     def effort(self) -> float:
         """Largest effort of all plans except the final checks, in passes that the compiled function schedules."""
-        return self._most * self._planned.effort
+        return self._all * self._planned.effort
 
     @property
     def checks(self) -> float:
@@ -110,7 +118,7 @@ class PartitionSearch:
     def interpreted(self) -> float:
         """Passes that list scheduling places, in many rounds per plan if the order follows the costs."""
         searched = follows_costs(self._request.schedule, shared_vocabulary=False)
-        return self._most * self._planned.size * _POLISHING if searched else 0.0
+        return self._all * self._planned.size * _POLISHING if searched else 0.0
 
     def even_within(self, length: float) -> bool:
         """Checks that the plan with even layers is not longer than ``length``."""
@@ -119,8 +127,30 @@ class PartitionSearch:
 
     def descend(self, progress: Progress) -> None:
         """Descends from two start partitions until no move gains."""
-        ends = [self._down(start, progress) for start in (self._even, levelled(self._model, self.placement))]
-        self.best, self.length = min(ends, key=lambda each: each[1])
+        self._down_from(self._starts, progress)
+
+    def refine(self, progress: Progress) -> None:
+        """Searches with moves of single layers, if they were of several."""
+        if self._together == 1:
+            return
+        self._together = 1
+        for starts in (self._starts, (self.best,)):
+            self._most = self._planned.count + self._each
+            self._down_from(starts, progress)
+        self.wander(progress)
+
+    @property
+    def _starts(self) -> tuple[Partition, Partition]:
+        """The even partition and the levelled one, of so many layers at a time."""
+        together, model, stages = self._together, self._model, self.placement.stages
+        whole, rest = divmod(len(model.layers), together)
+        placed = together == 1 or rest or model.ends != (None, None) or any(model.stand_in)
+        first = self._even if placed else tuple(together * count for count in even(whole, stages))
+        return first, levelled(model, self.placement, together)
+
+    def _down_from(self, starts: Sequence[Partition], progress: Progress) -> None:
+        ends = [self._down(start, progress) for start in starts]
+        self.best, self.length = min((*ends, (self.best, self.length)), key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
         """Continues with random moves until all plans are used."""
@@ -150,8 +180,8 @@ class PartitionSearch:
         """A random move of one layer that could lead below ``length``; ``partition`` if few can."""
         for _ in range(_TRIES):
             source, to = draw.sample(range(len(partition)), 2)
-            other = _moved(partition, source, to)
-            if partition[source] and self._bound(other, self._planned.microbatches) < length:
+            other = _moved(partition, source, to, self._together)
+            if partition[source] >= self._together and self._bound(other, self._planned.microbatches) < length:
                 return other
         return partition
 
@@ -162,7 +192,7 @@ class PartitionSearch:
             moves = self._shorter(partition, length, self._planned.microbatches)
             known = self._planned.count
             for moved, now in self._planned.ahead(moves, self._most):
-                progress((self._planned.count - known) / self._most)
+                progress((self._planned.count - known) / self._all)
                 known = self._planned.count
                 if now < length - EPSILON:
                     partition, length, gained = moved, now, True
@@ -219,14 +249,14 @@ class PartitionSearch:
 
     def _moves(self, partition: Partition, microbatches: int) -> list[Partition]:
         """Partitions with one layer moved; if these are too many, all from the busiest rank and a sample."""
-        found = [move for move in permutations(range(len(partition)), 2) if partition[move[0]]]
+        found = [move for move in permutations(range(len(partition)), 2) if partition[move[0]] >= self._together]
         if len(found) > _MOST_MOVES:
             (busy,) = self._busy.of([partition], microbatches)
             busiest = self.placement.stages_of(int(busy.argmax()))
             others = [move for move in found if move[0] not in busiest]
             found = [move for move in found if move[0] in busiest]
             found += random.Random(0).sample(others, min(len(others), _MOST_MOVES))
-        return [_moved(partition, *move) for move in found]
+        return [_moved(partition, *move, self._together) for move in found]
 
     def _bound(self, partition: Partition, microbatches: int) -> float:
         if (partition, microbatches) not in self._bounds:
@@ -239,13 +269,18 @@ class PartitionSearch:
         return lower_bound(self.placement, microbatches, on_stages, limit)
 
 
+def searches(model: ModelLoads) -> int:
+    """Returns the number of searches on one placement: where a block is one layer a single one, otherwise three."""
+    return 1 if model.block == 1 else 3
+
+
 def _rounds(most: int, passes: int, where: Placement, microbatches: int) -> int:
     """Number of rounds that schedule at most ``passes`` passes."""
     return max(_FEWEST_ROUNDS, min(most, passes // (3 * where.stages * microbatches)))
 
 
-def _moved(partition: Partition, source: int, to: int) -> Partition:
+def _moved(partition: Partition, source: int, to: int, layers: int) -> Partition:
     moved = list(partition)
-    moved[source] -= 1
-    moved[to] += 1
+    moved[source] -= layers
+    moved[to] += layers
     return tuple(moved)

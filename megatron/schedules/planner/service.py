@@ -17,6 +17,7 @@ from functools import cached_property
 from megatron.schedules.planner.adaptive import bound, expected_seconds, least_limit, placements, search_seconds
 from megatron.schedules.planner.explanation import explanation
 from megatron.schedules.planner.partition_plans import with_layers
+from megatron.schedules.planner.partition_search import searches
 from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
 from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import AUTO, named_within, with_own_saving
@@ -222,7 +223,8 @@ def planning_seconds(asked: Request) -> float:
     seconds = expected_seconds(request)
     steps = _searches(replace(request, partition=False), seconds)
     # A layer partition takes about as long for one placement as for all: most are dropped early.
-    return seconds + sum(each for _, each in steps) + request.partition * (_PARTITION_SECONDS + seconds)
+    placing = searches(request.costs.model) * _PARTITION_SECONDS + seconds
+    return seconds + sum(each for _, each in steps) + request.partition * placing
 
 
 def or_named(found: Plan, progress: Progress = unheard) -> Plan:

@@ -120,7 +120,12 @@ class LayerTimes:
         }
 
     def of_layers(
-        self, one: float, layers: Sequence[Load], recompute: Sequence[float], repeated: Sequence[float]
+        self,
+        one: float,
+        layers: Sequence[Load],
+        amounts: tuple[Sequence[float] | None, Sequence[float] | None],
+        recomputed: Sequence[float] | None,
+        repeated: Sequence[float],
     ) -> tuple[_ByKind, _ByKind]:
         """Returns attention's part, and that of messages of experts, of the F, I and R of each stage; empty without.
 
@@ -128,23 +133,34 @@ class LayerTimes:
 
         Args:
             one, layers, repeated: see :meth:`on_stages`.
-            recompute: time of each stage's R; empty without.
+            amounts: attention, and messages of experts, of each stage in those of an average layer; None if layers have
+                them in proportion to their time.
+            recomputed: part of each stage's layers that is recomputed by R; None without R.
         """
         if not any(self.attention + self.messages):
             return {}, {}
-        by_kind = self.on_stages(one, layers, [Load()] * len(layers), repeated)
-        times = {Kind.F: by_kind[Kind.F], Kind.I: by_kind[Kind.I], Kind.R: recompute}
 
-        def parts(shares: Callable[[float], Mapping[Kind, float]]) -> _ByKind:
+        def times(loads: Sequence[Load]) -> _ByKind:
+            by_kind = self.on_stages(one, loads, [Load()] * len(loads), repeated)
+            again = zip(recomputed or (), by_kind[Kind.R], strict=False)
+            rest = {Kind.R: tuple(share * time for share, time in again)} if recomputed else {}
+            return {Kind.F: by_kind[Kind.F], Kind.I: by_kind[Kind.I], **rest}
+
+        whole = times(layers)
+
+        def parts(shares: Callable[[float], Mapping[Kind, float]], of_stages: Sequence[float] | None) -> _ByKind:
             of = [shares(again) for again in repeated]
+            spread = whole if of_stages is None else times([Load(amount, amount, amount) for amount in of_stages])
             return {
-                kind: tuple(share[kind] * time for share, time in zip(of, by_stage, strict=True))
-                for kind, by_stage in times.items()
-                if by_stage
+                # Given costs may have more than the layers that have it.
+                kind: tuple(
+                    min(share[kind] * time, most) for share, time, most in zip(of, by_stage, whole[kind], strict=True)
+                )
+                for kind, by_stage in spread.items()
             }
 
-        attention = parts(self._attention) if any(self.attention) else {}
-        return attention, parts(self._messages) if any(self.messages) else {}
+        attention = parts(self._attention, amounts[0]) if any(self.attention) else {}
+        return attention, parts(self._messages, amounts[1]) if any(self.messages) else {}
 
     def _attention(self, again: float) -> dict[Kind, float]:
         """Attention's share of F, I and R of a layer whose I repeats the part ``again`` of F."""

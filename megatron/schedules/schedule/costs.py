@@ -128,7 +128,9 @@ class Costs:
         copies = tuple(2 * self.copies.time * size for size in memory["held"][Share.OFFLOADED])
         times |= {Kind.R: recompute} if decisions.recomputed is not None else {}
         times |= {Kind.O: copies, Kind.L: copies} if decisions.offloaded is not None else {}
-        attention, messages = self.layers.of_layers(one, layers, times.get(Kind.R, ()), repeated)
+        recomputed = None if decisions.recomputed is None else savings[0]
+        amounts = model.on_each_stage(model.attention, counts), model.on_each_stage(model.messages, counts)
+        attention, messages = self.layers.of_layers(one, layers, amounts, recomputed, repeated)
         return StageCosts(
             times | self._vocabulary_times(placement, model),
             comm=self.link.latency,

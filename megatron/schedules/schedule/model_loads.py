@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.schedules.utils.errors import PlanError
@@ -66,6 +67,9 @@ class ModelLoads:
         kept_for_output: activation memory until the output layer's weight gradient under vocabulary parallelism: on
             each rank, and in total on all ranks.
         shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism), with S and T passes.
+        attention, messages: for each decoder layer its attention, and its messages of experts, in those of an average
+            layer; empty if layers have them in proportion to their time.
+        block: number of layers that are as a GPT's block. Searches for a layer partition move so many at once at first.
         divisible: whether the number of layers is unknown. The one in ``layers`` then stands for any number of equal
             layers, with nothing before and after them.
     """
@@ -77,6 +81,9 @@ class ModelLoads:
     ends: tuple[int | None, int | None] = (None, None)
     kept_for_output: tuple[float, float] = (0.0, 0.0)
     shared_vocabulary: bool = False
+    attention: tuple[float, ...] = ()
+    messages: tuple[float, ...] = ()
+    block: int = 1
     divisible: bool = False
 
     def __post_init__(self) -> None:
@@ -146,6 +153,13 @@ class ModelLoads:
         parts[0] = parts[0].plus(self.first)
         parts[-1] = parts[-1].plus(self.last)
         return parts
+
+    def on_each_stage(self, of_layers: Sequence[float], counts: Sequence[int]) -> list[float] | None:
+        """Returns the sum of :attr:`attention` or :attr:`messages` on each stage; None if they are empty."""
+        if not of_layers:
+            return None
+        begins = accumulate(counts, initial=0)
+        return [sum(of_layers[begin : begin + count]) for begin, count in zip(begins, counts, strict=False)]
 
     def evenly(self, stages: int) -> tuple[int, ...]:
         """Returns the number of layers of each stage in the most even layer partition."""

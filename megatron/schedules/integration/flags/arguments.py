@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build_flags import as_built, numbers, stand_in, stock_recompute
+from megatron.schedules.estimate.layer_pattern import hybrid_layers
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.environment import assumed_gpus
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
-from megatron.schedules.integration.layers.model_shape import hybrid_pattern, shape_of
+from megatron.schedules.integration.layers.model_shape import shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.spec import Batch, JobModel, JobSpec, Settings, StockFlags, StockLayers
 from megatron.schedules.measure.profile_facts import Facts
@@ -72,10 +73,9 @@ def check_unscheduled(args: Any) -> None:
 
 
 def _stock_layers(args: Any) -> StockLayers:
-    count, ahead, pattern = args.num_layers, args.mtp_num_layers or 0, hybrid_pattern(args)
-    if pattern is not None:  # as in stock, it says how many layers there are
-        pattern, *predicting = pattern.split("/")
-        count, ahead = len(pattern.replace("|", "")), ahead or len(predicting)
+    count, ahead, hybrid = args.num_layers, args.mtp_num_layers or 0, hybrid_layers(args)
+    if hybrid is not None:  # as in stock, it says how many layers there are
+        count, ahead = len(hybrid.layers), ahead or len(hybrid.ahead)
     return StockLayers(
         count,
         args.decoder_first_pipeline_num_layers,
@@ -83,7 +83,7 @@ def _stock_layers(args: Any) -> StockLayers:
         args.pipeline_model_parallel_layout,
         stand_in(args),
         ahead,
-        pattern,
+        None if hybrid is None else hybrid.pattern,
     )
 
 

@@ -6,28 +6,24 @@ import copy
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.build import Shape
+from megatron.schedules.estimate.layer_pattern import hybrid_pattern
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.utils.errors import PlanError
 
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-
-
-def hybrid_pattern(args: Any) -> str | None:
-    """Returns the pattern of a hybrid model's layers in ``args``, validated or not; None for another model."""
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return next((pattern for name in names if (pattern := getattr(args, name, None))), None)
+_SIZES = ("hidden_size", "num_attention_heads", "seq_length")
 
 
 def shape_of(args: Any) -> Shape | None:
     """Returns the shape of the model in ``args``, validated or not.
 
-    None where its sizes come from a checkpoint, and for a hybrid model, whose layers are not estimated.
+    None where its sizes come from a checkpoint.
 
     Raises:
         TooEarlyError: the vocabulary is that of a tokenizer, which Megatron builds.
     """
-    if hybrid_pattern(args) is not None or any((getattr(args, size) or 0) < 1 for size in _SIZES):
+    known = hybrid_pattern(args) is not None or (args.num_layers or 0) > 0
+    if not known or any((getattr(args, size) or 0) < 1 for size in _SIZES):
         return None
     try:
         return megatron_flags.shape(args, _vocabulary(args))
