@@ -273,3 +273,14 @@ def test_older_versions(version: str, name: str) -> None:
         jobs = Jobs(server, patch)
         assert unequal(jobs(JOBS[name]), jobs.without(JOBS[name])) == []
     server.close()
+
+
+def _failures() -> dict[str, str]:
+    from tests.integration import graph_replay_cases, split_helpers  # which import Megatron
+
+    return split_helpers.failures_of(graph_replay_cases.CASES)
+
+
+@pytest.mark.job
+def test_a_replay_hands_on_only_what_is_not_overwritten(te: Megatron) -> None:
+    assert te("in_groups", 1, _failures) == [{}]
