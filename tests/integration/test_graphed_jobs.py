@@ -247,13 +247,15 @@ LOOP = (Call(2, forward_only=True), Call(5, seed=1), Call(5, seed=2), Call(7, fo
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("capture_before", [1, 2])
-def test_a_loop_on_megatron_core_captures_with_stocks_helper(te: Megatron, capture_before: int) -> None:
+@pytest.mark.parametrize(("calls", "capture_before"), [(LOOP[1:], 0), (LOOP, 1), (LOOP, 2)])
+def test_a_loop_on_megatron_core_captures_with_stocks_helper(
+    te: Megatron, calls: Sequence[Call], capture_before: int
+) -> None:
     """As Megatron-Bridge's does. This one evaluates in training mode, where layers replay their graphs."""
     sizes, settings = {"pipeline_model_parallel_size": 2}, {"schedule": "zb-1p"}
     model = {"engine": True, "params_dtype": torch.bfloat16, "bf16": True, "use_te_rng_tracker": True, "layers": 4}
     graphs = {"cuda_graph_impl": "transformer_engine", "capture_before": capture_before}
-    ours, plain = (te("graphed_loop", sizes, settings, LOOP, **model, **more) for more in (graphs, {}))
+    ours, plain = (te("graphed_loop", sizes, settings, calls, **model, **more) for more in (graphs, {}))
     for rank, its in zip(ours, plain, strict=True):
         for call, without in zip(rank, its, strict=True):
             assert call.passes == without.passes and call.gradients.keys() == without.gradients.keys()
@@ -271,3 +273,14 @@ def test_older_versions(version: str, name: str) -> None:
         jobs = Jobs(server, patch)
         assert unequal(jobs(JOBS[name]), jobs.without(JOBS[name])) == []
     server.close()
+
+
+def _failures() -> dict[str, str]:
+    from tests.integration import graph_replay_cases, split_helpers  # which import Megatron
+
+    return split_helpers.failures_of(graph_replay_cases.CASES)
+
+
+@pytest.mark.job
+def test_a_replay_hands_on_only_what_is_not_overwritten(te: Megatron) -> None:
+    assert te("in_groups", 1, _failures) == [{}]

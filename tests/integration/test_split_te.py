@@ -425,6 +425,12 @@ def what_cannot_be_split_is_refused() -> None:
     assert "does not work with --fp8-recipe custom: use one of tensorwise, delayed, blockwise, mxfp8" in why
     (why,) = refusals("zb-1p", transformer_impl="inference_optimized")
     assert "only the local ones and Transformer Engine's can be split; use --transformer-impl local" in why
+    graphs = replace(StockFlags(frozenset(["cuda_graph_impl"]), "transformer_engine"), cuda_graphs="transformer_engine")
+    graphed = replace(spec, stock=graphs)
+    assert refusal(graphed, made, machine_of(graphed)) == ""
+    with mock.patch.object(sys.modules["transformer_engine"], "__version__", "2.9.0"):
+        why = refusal(graphed, made, machine_of(graphed))
+    assert "Transformer Engine 2.9.0 has no CUDA graphs of weight gradients, as 2.16 and later do" in why
     engine: Any = sys.modules["transformer_engine.pytorch"]
     with mock.patch.object(engine.Linear, "__init__", lambda self: None):
         (why,) = refusals("zb-1p")
