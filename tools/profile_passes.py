@@ -89,6 +89,8 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
         check_bounds(own)
     except PlanError as error:
         parser.error(str(error))
+    if any(word.partition("=")[0] in _HYBRID for word in others):
+        parser.error(f"{_HYBRID[0]}: this measures a GPT's layers; measure a hybrid job with --pipeline-measure DIR")
     layers = own.profile_layers
     if layers is None:
         layers = max(1, round(own.num_layers / (2 * own.pipeline_model_parallel_size)))
@@ -111,6 +113,7 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     return Planned(own, layers, shape + _for_one_device(others))
 
 
+_HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 

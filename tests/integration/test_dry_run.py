@@ -18,6 +18,7 @@ from tests.integration.results import MODEL, UNTIED
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [*MODEL, *UNTIED, *"--train-iters 1 --hidden-size 2048 --seq-length 2048 --max-position-embeddings 2048".split()]
 V_HALF = "--pipeline-schedule v-half --pipeline-model-parallel-size 2 --global-batch-size 8".split()
+AUTO = ("--pipeline-layers", "auto")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -57,9 +58,17 @@ def test_layers_and_memory_of_a_hybrid_model_are_told(megatron):
     assert status == 0
     assert "activations as layers of transformer_engine keep them, attention in one kernel" in text
     assert "layers by stage: M-|*-M|E|GE\n" in text
-    assert re.findall(r"^(\d+ +[\d+]+) ", text, re.MULTILINE) == ["0     2+2", "1     3+1"]
+    assert re.findall(r"^\d +(\d\+\d) ", text, re.MULTILINE) == ["2+2", "3+1"]
     assert "fits 80.00 GiB" in text
     assert said(megatron, "--pipeline-dry-run", "2x1GiB", *model)[0] == 3
+
+
+def test_layers_that_the_plan_places_are_printed_as_a_pattern(megatron):
+    pattern = "*-*-*-*-*"
+    status, text = said(megatron, "--pipeline-dry-run", "2", "--hybrid-layer-pattern", pattern, *AUTO)
+    placed = re.findall(r"(?:; layers|layers by stage:) (\S+)$", text, re.MULTILINE)
+    assert status == 0 and len(placed) == 2 and placed[0] == placed[1], text
+    assert placed[0].count("|") == 3 and placed[0].replace("|", "") == pattern
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,13 @@ TE_IN_FULL = {
 }
 # The same for hybrid models.
 HYBRID = "--hybrid-layer-pattern"
+SPARSE = """--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16
+    --no-dsa-indexer-rotate-activation"""
+MIXERS = """--spec tests.integration.kernel_mixers STACK --mamba-head-dim 16 --mamba-state-dim 32 --mamba-num-groups 2
+    --mamba-num-heads 16 --linear-key-head-dim 16 --linear-value-head-dim 32 --linear-num-key-heads 4
+    --linear-num-value-heads 8"""
 HYBRIDS = {
+    "Mamba and gated delta nets": ("v-half", 1, "9.0", f"{TE_MOE} {MIXERS} {HYBRID} MEG-"),
     "experts, within GiB, layers placed by the plan": (
         "adaptive",
         1,
@@ -214,6 +220,10 @@ HYBRIDS = {
     ),
 }
 HYBRIDS_IN_FULL = {
+    "Mamba": ("zb-1p", 1, "9.0", f"{MODERN} {MIXERS} {HYBRID} MMMMMMMM"),
+    "gated delta nets": ("zb-1p", 1, "9.0", f"{MODERN} {MIXERS} {HYBRID} GGGGGGGG"),
+    "sparse attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {SPARSE} {HYBRID} D-D-D-D-"),
+    "all kinds, sequence parallel": ("v-half", 2, "9.0", f"{TE_MOE} {MIXERS} {SEQUENCE} {HYBRID} ME*-GEM-GE*E"),
     "experts, unequal stages": ("v-half", 1, "9.0", f"{TE_MOE} {HYBRID} *E|*-*|EE|*-*E"),
     "recomputed by the plan": (
         "adaptive",

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.conftest import Training
 from tests.integration.features import CHUNKS, MODERN, MOE_ALLTOALL, each_schedule
+from tests.integration.test_dry_run_memory import MIXERS
 from tests.integration.test_same_result import under
 from tests.integration.test_te_jobs import assert_stocks
 from tests.tiers import by_night
@@ -56,9 +57,31 @@ def test_a_pattern_without_segments_is_divided_as_other_layers_are(
     assert_stocks(ours, te_train.stock(2, *JOB, model=model), shards=False)
 
 
+@pytest.mark.parametrize("schedule", ["v-half", by_night("zb-1p"), by_night("adaptive")])
+def test_megatrons_own_mixers_get_stocks_gradients(te_train: Training, schedule: str) -> None:
+    """Their parameters beside linears too, whose gradients are no matter of W."""
+    model = (*f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm {MIXERS}".split(), "--hybrid-layer-pattern", "ME*-GEM-GE*E")
+    ours = te_train(2, *JOB, *under(schedule), model=model)
+    assert_stocks(ours, te_train.stock(2, *JOB, model=model), shards=False)
+
+
 def test_a_checkpoint_of_a_v_goes_on_under_stock(te_train: Training, tmp_path: Path) -> None:
     model = hybrid(LETTERS)
     saving = ("--save", str(tmp_path), "--save-interval", "2")
     ours = te_train(2, *JOB, *under("v-half"), *saving, model=model)
     stock = te_train.resume(2, *JOB, *model, load=tmp_path, iteration=2)
     assert stock.losses == ours.losses[2:]
+
+
+@pytest.mark.nightly
+def test_a_job_measures_itself_and_the_next_places_layers_for_that(te_train: Training, tmp_path: Path) -> None:
+    model = hybrid(LETTERS)
+    job = [*JOB, "--train-iters", "6", "--pipeline-model-parallel-size", "2"]
+    measured = te_train(2, *job, *under("v-half"), "--pipeline-measure", f"{tmp_path}:2-4", model=model)
+    costs = ["--pipeline-costs", str(tmp_path / "costs.json"), "--pipeline-layers", "auto"]
+    planned = te_train(2, *job, *under("v-half"), *costs, model=model)
+    replanned = te_train(2, *job, *under("v-half"), "--pipeline-replan", model=model)
+    stock = te_train.stock(2, *job, model=model)
+    assert len(stock.losses) == 6
+    for ours in (measured, planned, replanned):
+        assert ours.losses == stock.losses

@@ -22,6 +22,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 MOE = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm"
 HYBRID = "--hybrid-layer-pattern *-*-*-*-"
 MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
+SPARSE = """--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8
+    --no-dsa-indexer-rotate-activation --q-lora-rank 24"""
 
 
 WIDE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 64 --ffn-hidden-size 128"
@@ -94,6 +96,7 @@ JOBS = {
     "hybrid, expert parallel": Job(f"{MOE} --hybrid-layer-pattern *E*-*E*E", "--expert-model-parallel-size 2", 2),
     "hybrid, packed documents": Job(f"{MODERN} {HYBRID}", "--dataloader-inter-document-masking", samples="packed"),
     "hybrid, latent attention": Job(f"{MLA} --hybrid-layer-pattern +-+-+-+-"),
+    "hybrid, sparse attention": Job(f"{MLA} {SPARSE} --hybrid-layer-pattern D-D-D-D-"),
     "late embedding gradients": Job(MODERN, "--defer-embedding-wgrad-compute --wgrad-deferral-limit 0"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),

@@ -32,6 +32,10 @@ def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> prof
             "--num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size",
         ),
         (SHAPE, "--output"),
+        (
+            ["--output", "x.json", *SHAPE, "--hybrid-layer-pattern", "*-"],
+            "this measures a GPT's layers",
+        ),
         (["--output", "x.json", *SHAPE, "--profile-layers", "0"], "--profile-layers must be at least 1, not 0"),
         (["--output", "x.json", *SHAPE, "--profile-repetitions", "0"], "--profile-repetitions must be at least 1"),
         (

@@ -43,6 +43,7 @@ FLAGS: Flags = {
     "--context-parallel-size": (int, 1),
     "--cross-entropy-fusion-impl": (str, "native"),
     "--dsa-indexer-loss-coeff": (float, None),
+    "--dsa-kernel-backend": (str, "none"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
     "--fp4-format": (str, None),
@@ -182,7 +183,8 @@ def _indexer(args: Any) -> Indexer:
     sizes = {"heads": "dsa_indexer_n_heads", "head": "dsa_indexer_head_dim", "chosen": "dsa_indexer_topk"}
     if missing := [name for name in sizes.values() if not getattr(args, name)]:
         raise ValueError(f"sparse attention (D) needs --{missing[0].replace('_', '-')}: give it")
-    return Indexer(**{of: getattr(args, name) for of, name in sizes.items()}, trained=bool(args.dsa_indexer_loss_coeff))
+    trained, kernels = bool(args.dsa_indexer_loss_coeff), args.dsa_kernel_backend != "none"
+    return Indexer(**{of: getattr(args, name) for of, name in sizes.items()}, trained=trained, kernels=kernels)
 
 
 def padded(words: int, args: Any) -> int:

@@ -80,12 +80,14 @@ class Indexer(NamedTuple):
         head: width of one head.
         chosen: tokens that each token attends to.
         trained: true if a loss trains it.
+        kernels: true if attention to the chosen tokens has kernels of its own.
     """
 
     heads: int
     head: int
     chosen: int
     trained: bool = False
+    kernels: bool = False
 
 
 @dataclass(frozen=True)

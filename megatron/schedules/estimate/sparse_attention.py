@@ -1,15 +1,16 @@
 """Sparse attention (``D``): DeepSeek's, on absorbed latent attention, with an indexer that chooses what a token sees.
 
-Its kernels run on no CPU, and no job has measured these estimates. They are for Megatron's fused kernels
-(``--dsa-kernel-backend``), by what ``SparseMLA`` and ``IndexerFunction`` of its ``experimental_attention_variant/ops``
-save. Without these kernels Megatron keeps the scores of all tokens, which is counted too.
+Its kernels (``--dsa-kernel-backend``) run on no CPU, and no job on a GPU has measured these estimates. What they keep
+is read from what ``SparseMLA`` and ``IndexerFunction`` of Megatron's ``experimental_attention_variant/ops`` save.
+Without them Megatron keeps the scores of all tokens: that, and all else, was counted in jobs on a CPU.
 """
 
 from __future__ import annotations
 
-from megatron.schedules.estimate.attention import latent_linears, latent_of, latent_parameters, scores_kept
+from megatron.schedules.estimate.attention import latent_linears, latent_of, latent_parameters
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.parts import (
+    SINGLE,
     Count,
     Kept,
     Layer,
@@ -47,8 +48,10 @@ def _of_indexer(build: Build) -> tuple[LinearShape, ...]:
 
 
 def _seen(build: Build) -> float:
-    """Tokens that a token attends to, on average."""
+    """Tokens that a token attends to, on average. Without sparse kernels it computes the scores of all."""
     chosen, sequence = _indexer(build).chosen, build.shape.sequence
+    if not _indexer(build).kernels:
+        return float(sequence)
     return sequence / 2 if chosen >= sequence else chosen * (1 - chosen / (2 * sequence))
 
 
@@ -86,23 +89,35 @@ def _activations(build: Build, operand: float) -> Layer:
     squeezed = latent.query or 0
     keys = latent.key_value + latent.position
     # Projected queries are absorbed into others as wide as keys. The sums of keys are projected up to values.
-    inside = squeezed + queries + heads * keys + keys + heads * latent.key_value + values
+    inside = squeezed + queries + heads * latent.key_value + values
     if build.head_norms:
         inside += squeezed + keys
-    chosen = _PLACE * min(indexer.chosen, build.shape.sequence)
     learned = 0.0
     if indexer.trained:
         learned = number * (2 * indexer.heads * indexer.head + 3 * indexer.head + indexer.heads)
     weights_kept = operand * (squeezed + queries + squeezed + keys) + for_rows(build, operand, values)
-    parts = {
+    core = _fused if build.shape.fused and indexer.kernels else _unfused
+    return {
         **around_part(build, into_linear(build, operand)),
-        "core_attn": Kept(chosen),
+        "core_attn": Kept(core(build, heads, keys)),
         "attention": Kept(number * inside + learned, weights_kept),
     }
-    if not build.shape.fused:
-        # Scores of all tokens in single precision, and what attention without sparse kernels makes of them.
-        parts["core_attn"] = parts["core_attn"].plus(scores_kept(build)).plus(Kept(2 * number * heads * keys))
-    return parts
+
+
+def _fused(build: Build, heads: float, keys: int) -> float:
+    """Bytes of absorbed queries, of keys, and of the places of the chosen tokens."""
+    return build.number * (heads * keys + keys) + _PLACE * min(_indexer(build).chosen, build.shape.sequence)
+
+
+def _unfused(build: Build, heads: float, keys: int) -> float:
+    """Bytes without sparse kernels: the softmax of all tokens' scores, its masks, and queries and keys in full.
+
+    Several samples have a copy of the keys for each head.
+    """
+    copies = heads if build.samples > 1 else 1.0
+    scores = (3.0 + 2 * SINGLE + build.number) * heads * build.shape.sequence
+    values = latent_of(build).key_value if build.samples > 1 else keys
+    return scores + SINGLE * (heads + copies) * keys + build.number * copies * values
 
 
 SPARSE = Symbol("sparse attention", _work, _parameters, _activations)

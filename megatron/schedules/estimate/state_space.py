@@ -1,10 +1,11 @@
 """Mamba-2 (``M``) and gated delta net (``G``): estimates of both.
 
-Their kernels run on no CPU, and no job has measured these estimates. What a kernel keeps is read from what its autograd
-function saves: ``MambaSplitConv1dScanCombinedFn`` and ``LayerNormFn`` of mamba_ssm 2.2; ``CausalConv1dFunction``,
-``L2NormFunction`` and ``ChunkGatedDeltaRuleFunction`` of flash-linear-attention 0.4, with what torch.compile keeps
-around them. FLOPs of a scan are those that Megatron logs (``num_floating_point_operations``). All else is counted as
-for other parts: the linears, the norm before them, and the dropout and the sum after them.
+Their kernels run on no CPU, and no job on a GPU has measured these estimates. What a kernel keeps is read from what its
+autograd function saves: ``MambaSplitConv1dScanCombinedFn`` and ``LayerNormFn`` of mamba_ssm 2.2;
+``CausalConv1dFunction``, ``L2NormFunction`` and ``ChunkGatedDeltaRuleFunction`` of flash-linear-attention 0.4, with
+what torch.compile keeps around them. All else was counted in jobs of Megatron's own layers on a CPU, with stand-ins
+for these kernels (``tests/integration/kernel_mixers.py``). FLOPs of a scan are those that Megatron logs
+(``num_floating_point_operations``).
 """
 
 from __future__ import annotations
