@@ -17,6 +17,7 @@ from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED, Call, Graphed
 from tests.integration.server import ROUNDING_VARIABLE, VERSIONS, Megatron
 from tests.support.te_python import CAPABILITY_VARIABLE
+from tests.tiers import by_night
 
 LOCAL = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
 JOB = [*(flag for flag in MODEL if flag not in LOCAL), *UNTIED, *"--bf16 --clip-grad 0 --te-rng-tracker".split()]
@@ -223,7 +224,7 @@ def test_gradients_are_those_of_the_job_without_graphs(jobs: Jobs, name: str) ->
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("fault", ["no copy in", "no copy out", "stale"])
+@pytest.mark.parametrize("fault", ["no copy in", by_night("no copy out"), by_night("stale")])
 def test_a_missing_copy_and_stale_memory_are_noticed(jobs: Jobs, fault: str) -> None:
     """By the model of CUDA graphs: as on a GPU, gradients are wrong without a word."""
     assert unequal(jobs(DAY["attention"], fault=fault), jobs.without(DAY["attention"]))

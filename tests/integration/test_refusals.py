@@ -268,6 +268,14 @@ REFUSED = {
         "--pipeline-schedule v-half --dataloader-inter-document-masking --cuda-graph-impl transformer_engine",
         "does not go with --dataloader-inter-document-masking: a graph is for microbatches of one shape",
     ),
+    "CUDA graphs in fp16": (
+        "--pipeline-schedule v-half --fp16 --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine needs --bf16: Megatron makes the inputs of graphs in bf16",
+    ),
+    "CUDA graphs of wider residual streams": (
+        "--pipeline-schedule v-half --bf16 --fp32-residual-connection --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl transformer_engine does not go with --fp32-residual-connection: Megatron makes the inputs",
+    ),
     "linears it cannot split": (
         "--pipeline-schedule zb-1p --transformer-impl transformer_engine",
         "--transformer-impl",

@@ -23,12 +23,14 @@ _NOT_WITH_LENGTHS = {
 
 _ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
 _SHAPE = "a graph is for microbatches of one shape"
+_ROUNDED = "Megatron makes the inputs of graphs in bf16, and other numbers would be rounded"
 _NOT_WITH_GRAPHS = {
     "rampup_batch_size": _ONE_PLAN,
     "step_batch_size_schedule": _ONE_PLAN,
     "variable_seq_lengths": _SHAPE,
     "sft": _SHAPE,
     "dataloader_inter_document_masking": _SHAPE,
+    "fp32_residual_connection": _ROUNDED,
 }
 
 
@@ -122,6 +124,8 @@ def _check_graphs(spec: JobSpec) -> None:
     for flag, (is_given, why) in changing.items():
         if is_given:
             raise PlanError(f"--cuda-graph-impl {GRAPHS} does not go with {flag}: {why}; leave one of the two out")
+    if "bf16" not in given:
+        raise PlanError(f"--cuda-graph-impl {GRAPHS} needs --bf16: {_ROUNDED}")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:
