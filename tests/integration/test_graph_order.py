@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.schedules.integration.graphs.order import (
+    GraphNumbers,
     LayerPass,
-    Numbers,
     engine_order,
     layer_passes,
     one_by_one,
@@ -34,7 +34,7 @@ def test_each_layer_and_microbatch_has_its_forward_then_its_i_then_its_w(schedul
     for program in programs(schedule, microbatches):
         chunks = program.placement.chunks
         layers = [1 + chunk % 2 for chunk in range(chunks)]
-        numbers, passes = Numbers(layers, microbatches), list(layer_passes(program, layers))
+        numbers, passes = GraphNumbers(layers, microbatches), list(layer_passes(program, layers))
         order = engine_order(passes, numbers, lambda chunk, layer: layer == 0)
         of_number = defaultdict(list)
         for number in order:
@@ -49,7 +49,7 @@ def test_each_layer_and_microbatch_has_its_forward_then_its_i_then_its_w(schedul
 def test_numbers_are_those_of_megatrons_graphs() -> None:
     """Chunk by chunk, in a chunk microbatch by microbatch, in a microbatch layer by layer."""
     layers = [2, 0, 1]
-    numbers = Numbers(layers, 3)
+    numbers = GraphNumbers(layers, 3)
     assert [numbers(*key) for key in numbers] == list(range(9))
     before = [0, *accumulate(layers)]
     assert numbers(2, 1, 0) == before[2] * 3 + 1
@@ -65,7 +65,7 @@ def test_static_inputs_are_shared_by_none_that_are_in_flight_together() -> None:
     kinds = (Kind.F, Kind.F, Kind.I, Kind.F, Kind.I, Kind.F, Kind.I, Kind.I)
     which = (0, 1, 1, 2, 0, 3, 3, 2)
     passes = [LayerPass(kind, 0, m, 0) for kind, m in zip(kinds, which, strict=True)]
-    order = engine_order(passes, Numbers([1], 4), lambda *_: False)
+    order = engine_order(passes, GraphNumbers([1], 4), lambda *_: False)
     table, mask = torch.zeros(3), torch.zeros(2, dtype=torch.bool)
     args = [(torch.ones(2, 2, requires_grad=True),)] * 4
     kwargs = [{"rotary_pos_emb": table, "attention_mask": mask}] * 4

@@ -12,8 +12,8 @@ from megatron.schedules.estimate.parts import (
     Kept,
     Layer,
     LinearShape,
+    PartWork,
     Symbol,
-    Work,
     around,
     around_part,
     flops,
@@ -36,17 +36,17 @@ def _linears(build: Build) -> tuple[LinearShape, LinearShape]:
     return LinearShape(hidden, queries + 2 * float(build.groups * build.head)), LinearShape(queries, hidden)
 
 
-def _work(build: Build) -> Work:
+def _work(build: Build) -> PartWork:
     # Causal: each token attends to half of the sequence on average, with two products.
     return _scored(build, _linears(build), 2 * build.queries / build.tensor)
 
 
-def _scored(build: Build, linears: tuple[LinearShape, ...], width: float, projected_up: float = 0.0) -> Work:
+def _scored(build: Build, linears: tuple[LinearShape, ...], width: float, projected_up: float = 0.0) -> PartWork:
     """Work of attention, whose scores and their sums have ``width`` in all."""
     scores, moved = build.shape.sequence * width, around(build)
     backward = (_FUSED_BACKWARD if build.shape.fused else _KEPT_BACKWARD) * scores
     modules = {"core_attn": (0.0, scores), "mla_up_proj": (projected_up, 0.0)}
-    return Work(linears, (scores, backward), moved=(moved, moved), modules=modules)
+    return PartWork(linears, (scores, backward), moved=(moved, moved), modules=modules)
 
 
 def _parameters(build: Build) -> Count:
@@ -114,7 +114,7 @@ def latent_linears(build: Build) -> tuple[LinearShape, ...]:
     )
 
 
-def _latent_work(build: Build) -> Work:
+def _latent_work(build: Build) -> PartWork:
     latent, heads, linears = latent_of(build), build.shape.heads / build.tensor, latent_linears(build)
     up = flops([linear for linear in linears if linear.inner in (latent.query, latent.key_value)])
     return _scored(build, linears, heads * (latent.head + latent.position + latent.value), up)

@@ -8,8 +8,8 @@ from megatron.schedules.estimate.parts import (
     Kept,
     Layer,
     LinearShape,
+    PartWork,
     Symbol,
-    Work,
     around,
     around_part,
     between,
@@ -37,9 +37,9 @@ def _moved(build: Build, inner: float) -> tuple[float, float]:
     return around(build) + 4.0 * inner / build.tensor, around(build) + 6.0 * inner / build.tensor
 
 
-def _work(build: Build) -> Work:
+def _work(build: Build) -> PartWork:
     linears = _linears(build, _inner(build), build.tensor)
-    return Work(linears, moved=_moved(build, _inner(build)), modules={"mlp": (flops(linears), 0.0)})
+    return PartWork(linears, moved=_moved(build, _inner(build)), modules={"mlp": (flops(linears), 0.0)})
 
 
 def _parameters(build: Build) -> Count:
@@ -89,10 +89,10 @@ def _shared_by_all(build: Build) -> tuple[LinearShape, ...]:
     return _linears(build, width, build.tensor) if width else ()
 
 
-def _experts_work(build: Build) -> Work:
+def _experts_work(build: Build) -> PartWork:
     experts = _experts(build)
     linears = (*_routed(build), *_shared_by_all(build))
-    return Work(
+    return PartWork(
         linears,
         moved=_moved(build, experts.inner * experts.chosen + experts.shared),
         routed=2.0 * build.shape.hidden * experts.chosen / build.tensor,

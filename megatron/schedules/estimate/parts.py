@@ -41,7 +41,7 @@ class LinearShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class PartWork:
     """Work of one part, as in arXiv 2205.05198, appendix A.
 
     Args:
@@ -129,7 +129,7 @@ class Symbol(NamedTuple):
     """
 
     name: str
-    work: Callable[[Build], Work]
+    work: Callable[[Build], PartWork]
     parameters: Callable[[Build], Count]
     activations: Callable[[Build, float], Layer]
 

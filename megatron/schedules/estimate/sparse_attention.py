@@ -15,8 +15,8 @@ from megatron.schedules.estimate.parts import (
     Kept,
     Layer,
     LinearShape,
+    PartWork,
     Symbol,
-    Work,
     around,
     around_part,
     for_rows,
@@ -55,7 +55,7 @@ def _seen(build: Build) -> float:
     return sequence / 2 if chosen >= sequence else chosen * (1 - chosen / (2 * sequence))
 
 
-def _work(build: Build) -> Work:
+def _work(build: Build) -> PartWork:
     """Keys and values are never projected up: queries are projected down, and what they find is projected up.
 
     The first linear of the indexer's scores sees all tokens before it. Only a loss trains it.
@@ -67,7 +67,7 @@ def _work(build: Build) -> Work:
     *linears, _, out = latent_linears(build)
     learned = _of_indexer(build) if indexer.trained else ()
     untrained = 0.0 if indexer.trained else sum(linear.flops for linear in _of_indexer(build))
-    return Work(
+    return PartWork(
         (*linears, out, *learned),
         scores=(chosen_by, 2 * chosen_by if indexer.trained else 0.0),
         # Gradients of the absorbed weights are computed in I.

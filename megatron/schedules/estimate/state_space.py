@@ -19,8 +19,8 @@ from megatron.schedules.estimate.parts import (
     Kept,
     Layer,
     LinearShape,
+    PartWork,
     Symbol,
-    Work,
     around,
     around_part,
     for_rows,
@@ -58,10 +58,10 @@ def _linears(build: Build, widths: _Widths) -> tuple[LinearShape, LinearShape]:
     return LinearShape(build.shape.hidden, widths.into), LinearShape(widths.inner, build.shape.hidden)
 
 
-def _work(build: Build, widths: _Widths, flops: float, touched: float) -> Work:
+def _work(build: Build, widths: _Widths, flops: float, touched: float) -> PartWork:
     """Work of a part whose scan has so many ``flops``, and touches so many bytes forward."""
     moved = around(build) + touched, around(build) + _BACKWARD * touched
-    return Work(_linears(build, widths), scan=(flops, _BACKWARD * flops), moved=moved, kernels=_KERNELS)
+    return PartWork(_linears(build, widths), scan=(flops, _BACKWARD * flops), moved=moved, kernels=_KERNELS)
 
 
 def _around(build: Build, operand: float, widths: _Widths, inside: float) -> Layer:
@@ -79,7 +79,7 @@ def _mamba(build: Build) -> _Widths:
     return _Widths(2 * inner + 2 * shared + heads, inner + 2 * shared, inner, heads)
 
 
-def _mamba_work(build: Build) -> Work:
+def _mamba_work(build: Build) -> PartWork:
     widths, mamba = _mamba(build), build.shape.mamba
     assert mamba is not None
     states = widths.inner * mamba.state
@@ -112,7 +112,7 @@ def _delta(build: Build) -> _Widths:
     return _Widths(2 * keys + 2 * values + 2 * heads, 2 * keys + values, values, heads)
 
 
-def _delta_work(build: Build) -> Work:
+def _delta_work(build: Build) -> PartWork:
     widths, delta = _delta(build), build.shape.delta
     assert delta is not None
     # Megatron's logs have the square of the width of a value.

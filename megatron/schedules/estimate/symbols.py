@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from megatron.schedules.estimate.attention import ATTENTION, LATENT
 from megatron.schedules.estimate.build import Build, LayerKind
 from megatron.schedules.estimate.feed_forward import EXPERTS, MLP
-from megatron.schedules.estimate.parts import Count, Kept, Layer, LinearShape, Symbol, Work, between, flops, weights
+from megatron.schedules.estimate.parts import Count, Kept, Layer, LinearShape, PartWork, Symbol, between, flops, weights
 from megatron.schedules.estimate.sparse_attention import SPARSE
 from megatron.schedules.estimate.state_space import DELTA_NET, MAMBA
 
@@ -26,7 +26,7 @@ SYMBOLS: Mapping[str, Symbol] = {
 }
 
 
-def works(build: Build, symbols: str) -> tuple[Work, ...]:
+def works(build: Build, symbols: str) -> tuple[PartWork, ...]:
     """Work of each part of a layer."""
     return tuple(SYMBOLS[symbol].work(build) for symbol in symbols)
 
@@ -42,7 +42,7 @@ def layer_flops(build: Build, symbols: str) -> float:
     return sum(work.flops for work in works(build, symbols))
 
 
-def share(parts: tuple[Work, ...], module: str, speed: float = 1.0) -> float:
+def share(parts: tuple[PartWork, ...], module: str, speed: float = 1.0) -> float:
     """Share of the forward's time of ``parts`` that ``module``, by Megatron's name, needs; 0 for small modules.
 
     Args:

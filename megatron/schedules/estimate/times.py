@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, LayerKind
-from megatron.schedules.estimate.parts import LinearShape, Work
+from megatron.schedules.estimate.parts import LinearShape, PartWork
 from megatron.schedules.estimate.symbols import output_layer, works
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
@@ -162,7 +162,7 @@ def _in_means(layers: Sequence[str], of_sorts: Mapping[str, float]) -> tuple[flo
     return tuple(of_sorts[symbols] / mean for symbols in layers) if mean else ()
 
 
-def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+def expert_messages(build: Build, work: PartWork, prices: Prices, tokens: float) -> float:
     """Time in which the F of a part, or its I, waits for tokens that travel to their experts and back.
 
     A router spreads tokens evenly. The ranks that share experts are numbered one after another, as Megatron numbers
@@ -183,7 +183,7 @@ def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _
     return PassTimes(*map(sum, zip(*parts, strict=True)))
 
 
-def _part_times(build: Build, prices: Prices, tokens: float, work: Work, quantized: bool) -> PassTimes:
+def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, quantized: bool) -> PassTimes:
     """Times of one part of a layer. Attention itself is never quantized."""
     times = [_linear(build, linear, prices, tokens, quantized=quantized) for linear in work.linears]
     forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
@@ -223,7 +223,7 @@ def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *,
     )
 
 
-def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+def _messages(build: Build, work: PartWork, prices: Prices, tokens: float) -> float:
     """Time of experts' messages and of an all-gather and a reduce-scatter each way (arXiv 2205.05198, 4.2.2)."""
     gathered = 2 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
     return gathered + expert_messages(build, work, prices, tokens)

@@ -27,7 +27,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import ENGINE
-from megatron.schedules.integration.graphs.order import MASK, Numbers, engine_order, layer_passes, set_static_inputs
+from megatron.schedules.integration.graphs.order import (
+    MASK,
+    GraphNumbers,
+    engine_order,
+    layer_passes,
+    set_static_inputs,
+)
 from megatron.schedules.integration.graphs.replay import FUSED, Replay, memory_of
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.programs.program import Program
@@ -38,7 +44,7 @@ _ENGINE = "transformer_engine.pytorch.graph"
 # Arguments of Transformer Engine with a value for each callable.
 _FOR_EACH = ("enabled", "fp8_enabled", "capture_time_hooks")
 _Key = tuple[int, int]
-"""Number of a layer and microbatch (:class:`.Numbers`) twice, in place of (stage, microbatch)."""
+"""Number of a layer and microbatch (:class:`.GraphNumbers`) twice, in place of (stage, microbatch)."""
 
 
 class CapturedGradients(WeightGradients):
@@ -90,7 +96,7 @@ class Capture:
             The graphs of each layer and microbatch, in stock's order.
         """
         layers, sample_kwargs = kwargs.pop("_num_layers_per_chunk"), kwargs["sample_kwargs"]
-        numbers = Numbers(layers, len(sample_args) // len(callables))
+        numbers = GraphNumbers(layers, len(sample_args) // len(callables))
         by_chunk = _by_chunk(callables, layers)
         passes = list(layer_passes(self.program, layers))
         split = {each[1:] for each in passes if each.kind is Kind.W}
@@ -167,7 +173,7 @@ class _Captured(torch.nn.Module):
         if key is not None:
             self.weights()  # Transformer Engine notes the modules that it sees run
             store.volatile.update(memory_of((hidden, *args, *kwargs.values())))
-            hidden = _Input.apply(hidden, partial(store.end_input_gradient, key))
+            hidden = _LayerInput.apply(hidden, partial(store.end_input_gradient, key))
         outputs = self.layer(hidden, *args, **kwargs)
         for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
             if isinstance(output, Tensor) and output.requires_grad:
@@ -179,7 +185,7 @@ class _Captured(torch.nn.Module):
         self._store.volatile.update(memory_of([gradient]))
 
 
-class _Input(torch.autograd.Function):
+class _LayerInput(torch.autograd.Function):
     """The input of a layer. Its backward, the last of the layer's, calls ``then``."""
 
     @staticmethod

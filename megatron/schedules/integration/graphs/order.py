@@ -36,7 +36,7 @@ class LayerPass(NamedTuple):
     layer: int
 
 
-class Numbers:
+class GraphNumbers:
     """Numbers of graphed layers and microbatches, from 0, as Megatron stores their graphs.
 
     Args:
@@ -69,7 +69,7 @@ def layer_passes(program: Program, layers: Sequence[int]) -> Iterator[LayerPass]
 
 
 def engine_order(
-    passes: Collection[LayerPass], numbers: Numbers, defers: Callable[[int, int], bool]
+    passes: Collection[LayerPass], numbers: GraphNumbers, defers: Callable[[int, int], bool]
 ) -> list[int | float]:
     """Returns the order for Transformer Engine, in which number i of ``numbers`` is its chunk i + 1.
 
