@@ -3,7 +3,7 @@
 
     python -m tools.drift 0.19.1                    megatron-core of that version, downloaded with pip
     python -m tools.drift ~/src/Megatron-LM         a checkout, or any folder with megatron/core or transformer_engine
-    python -m tools.drift DIR --record              writes its fingerprints into tools/fingerprints
+    python -m tools.drift DIR --record tools/fingerprints      writes its fingerprints into this folder
 
 Nothing of the other version is imported. Ends with 1 if something that is relied on is gone or no longer fits.
 """
@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.schedules.cli.ending import run
 from megatron.schedules.integration.touch_points import PATCHED, REPEATED
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.output_files import write_text
+from megatron.schedules.utils.printable import printable_name
 from tools._stock_names import Definition, Sources
 from tools._touched import HOOKED, KINDS, REPEATED_KIND, Touch, by_name, touches
 
@@ -182,10 +184,18 @@ def source_of(what: str) -> Iterator[Sources]:
         yield Sources(Path(folder) / "wheel")
 
 
+def write(path: Path, text: str) -> None:
+    """Writes ``text``; raises :class:`PlanError` if that is not possible."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise PlanError(f"--record: cannot write {printable_name(str(path))}: {error.strerror}") from None
+
+
 @click.command(help=__doc__)
 @click.argument("version_or_dir")
-@click.option("--record", is_flag=True, help="Write the fingerprints of this version.")
-def main(version_or_dir: str, record: bool) -> int:
+@click.option("--record", metavar="FOLDER", help="Folder for the fingerprints of this version.")
+def main(version_or_dir: str, record: str | None) -> int:
     """Compares one version."""
     names, broken = touched(), False
     with source_of(version_or_dir) as sources:
@@ -193,10 +203,10 @@ def main(version_or_dir: str, record: bool) -> int:
         if not present:
             raise PlanError(f"{version_or_dir} has neither megatron/core nor transformer_engine")
         for project, packages in present.items():
-            if record:
-                path = FINGERPRINTS / f"{project}-{sources.version}.json"
-                path.write_text(json.dumps(fingerprints(names, sources, packages), indent=1) + "\n")
-                click.echo(f"written: {path.relative_to(ROOT)}")
+            if record is not None:
+                path = Path(record) / f"{project}-{sources.version}.json"
+                write(path, json.dumps(fingerprints(names, sources, packages), indent=1) + "\n")
+                click.echo(f"written: {printable_name(str(path))}")
                 continue
             known = known_of(project)
             found = rows(names, sources, known)

@@ -22,6 +22,7 @@ GRID = "--model 9.6B --gpus 8 --batch-size 8 --method 1F1B --jobs 1"
 BASES: dict[str, list[str]] = {
     "tools.collect_sweep": ["sweep"],
     "tools.demo_corpus": ["--output", "corpus.jsonl", "--megabytes", "0.01"],
+    "tools.drift": ["engine", "--record", "."],
     "benchmarks.emulate_run": "--output run --pipeline-size 2 --microbatches 2 --unit-ms 0.1".split(),
     "tools.grid_search": GRID.split(),
     "tools.preprocess_data": ["--input", "conversation.jsonl", "--output-prefix", "corpus"],
@@ -52,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
     files.good(folder)
     (folder / "sweep").mkdir()
+    (folder / "engine" / "transformer_engine").mkdir(parents=True)
     (folder / "sweep" / "candidates.csv").write_text("method,flags\n1F1B,--x 1\n")
     return folder
 

@@ -124,7 +124,7 @@ def test_a_patched_attribute_is_there() -> None:
 
 
 def test_every_touched_name_has_a_fingerprint() -> None:
-    """If this fails after an import was added: ``python -m tools.drift DIR --record`` with the newest version."""
+    """If this fails after an import was added: ``python -m tools.drift DIR --record tools/fingerprints``."""
     if INSTALLED.version != NEWEST:
         pytest.skip(f"fingerprints are of {NEWEST}")
     names = {name: places for name, places in touched().items() if name.startswith("megatron.")}

@@ -14,8 +14,8 @@ from megatron.schedules.estimate.layer_pattern import hybrid_layers, model_layer
 from megatron.schedules.estimate.shape import DeltaNet, Experts, Indexer, Latent, Mamba, Shape
 from megatron.schedules.utils.errors import PlanError
 
-Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], int] | None, Any]]
-"""For each flag the type of its value (None for a switch), or of so many values, and its default in Megatron's."""
+Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], int | str] | None, Any]]
+"""For each flag the type of its value (None for a switch), or type and ``nargs``, and its default in Megatron's."""
 
 # Switches that are off, and on, without the flag; and whole numbers without a default.
 _OFF = """

@@ -94,7 +94,7 @@ _OFF = {"cuda_graph_impl": "none"}
 def _stock_flags(args: Any) -> StockFlags:
     graphs = getattr(args, "cuda_graph_impl", None) or "none"  # the other flag is an older name
     return StockFlags(
-        frozenset(name for name, value in vars(args).items() if value not in (None, False, 0, [], _OFF.get(name))),
+        frozenset(name for name, value in vars(args).items() if value not in (None, False, 0, [], [0], _OFF.get(name))),
         args.transformer_impl,
         args.ckpt_format,
         args.dataloader_type,

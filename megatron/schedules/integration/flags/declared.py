@@ -117,7 +117,7 @@ STOCK: megatron_flags.Flags = {
     "--init-model-with-meta-device": (None, False),
     "--inprocess-restart": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
-    "--moe-aux-loss-coeff": (float, 0.0),  # of several the first says whether there is any
+    "--moe-aux-loss-coeff": ((float, "+"), 0.0),
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),
     "--moe-shared-expert-overlap": (None, False),
