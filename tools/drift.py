@@ -19,6 +19,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +73,8 @@ def rows(names: Mapping[str, Sequence[Touch]], sources: Sources, known: Mapping[
         if not any(name.startswith(package) and sources.has(package) for package in sum(_PACKAGES.values(), ())):
             continue
         before, now = known["names"].get(name), sources.definition(name)
-        state, why = _state(before, now), ""
-        for faults in (_hook_faults(places, sources), _repeated_faults(name, sources)):
-            for fault in faults:
-                state, why = BROKEN, fault
+        why = next(chain(_hook_faults(places, sources), _repeated_faults(name, sources)), "")
+        state = BROKEN if why else _state(before, now)
         kinds = tuple(kind for kind in KINDS if any(place.kind == kind for place in places))
         found.append(Row(name, state, kinds, tuple(dict.fromkeys(place.where for place in places)), why))
     return found

@@ -12,6 +12,9 @@ from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.shape import Shape
 
+GRAPHS = "transformer_engine"
+"""Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
+
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
@@ -60,11 +63,18 @@ def as_built(args: Any, shape: Shape) -> Build:
     )
 
 
+def graphs_impl(args: Any) -> str:
+    """Returns what captures CUDA graphs, as ``--cuda-graph-impl`` names it; empty without them."""
+    if (named := getattr(args, "cuda_graph_impl", None) or "none") != "none":
+        return str(named)
+    return GRAPHS if getattr(args, "external_cuda_graph", False) else ""  # an older flag
+
+
 def _graphs(args: Any) -> frozenset[str] | None:
     """Reads which parts of layers Transformer Engine captures; ``moe_preprocess`` only if it permutes tokens."""
-    modules = getattr(args, "cuda_graph_modules", None)
-    if getattr(args, "cuda_graph_impl", None) != "transformer_engine" or not hasattr(args, "cuda_graph_modules"):
+    if graphs_impl(args) != GRAPHS or not hasattr(args, "cuda_graph_modules"):
         return None
+    modules = args.cuda_graph_modules
     listed = modules.split(",") if isinstance(modules, str) else modules or ()
     parts = frozenset(str(getattr(module, "name", module)) for module in listed) - {"full"}
     dispatcher = getattr(args, "moe_token_dispatcher_type", "")

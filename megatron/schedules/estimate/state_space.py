@@ -28,6 +28,7 @@ from megatron.schedules.estimate.parts import (
     norm_parameters,
     weights,
 )
+from megatron.schedules.estimate.shape import DeltaNet, Mamba
 
 # Both kernels compute their states again in the backward, and both gradients of each product.
 _BACKWARD = 2.5
@@ -71,17 +72,20 @@ def _around(build: Build, operand: float, widths: _Widths, inside: float) -> Lay
     return {**around_part(build, into_linear(build, operand)), "mixer": mixer}
 
 
+def _mamba_sizes(build: Build) -> Mamba:
+    assert build.shape.mamba is not None, "a layer is a state-space layer"
+    return build.shape.mamba
+
+
 def _mamba(build: Build) -> _Widths:
-    mamba = build.shape.mamba
-    assert mamba is not None, "a layer is a state-space layer"
+    mamba = _mamba_sizes(build)
     heads, shared = mamba.heads / build.tensor, mamba.groups * mamba.state / build.tensor
     inner = heads * mamba.head
     return _Widths(2 * inner + 2 * shared + heads, inner + 2 * shared, inner, heads)
 
 
 def _mamba_work(build: Build) -> PartWork:
-    widths, mamba = _mamba(build), build.shape.mamba
-    assert mamba is not None
+    widths, mamba = _mamba(build), _mamba_sizes(build)
     states = widths.inner * mamba.state
     # The convolution's input and output, the scan's inputs and outputs with the gate, the norm; states in single
     # precision, written and read.
@@ -98,23 +102,25 @@ def _mamba_parameters(build: Build) -> Count:
 
 def _mamba_activations(build: Build, operand: float) -> Layer:
     """The scan keeps its input and its output before the gate, the norm its input and a number for each group."""
-    widths, mamba = _mamba(build), build.shape.mamba
-    assert mamba is not None
+    widths, mamba = _mamba(build), _mamba_sizes(build)
     inside = build.number * (widths.into + 2 * widths.inner) + SINGLE * mamba.groups / build.tensor
     return _around(build, operand, widths, inside)
 
 
+def _delta_sizes(build: Build) -> DeltaNet:
+    assert build.shape.delta is not None, "a layer is a gated delta net"
+    return build.shape.delta
+
+
 def _delta(build: Build) -> _Widths:
-    delta = build.shape.delta
-    assert delta is not None, "a layer is a gated delta net"
+    delta = _delta_sizes(build)
     keys, values = delta.keys * delta.key / build.tensor, delta.values * delta.value / build.tensor
     heads = delta.values / build.tensor
     return _Widths(2 * keys + 2 * values + 2 * heads, 2 * keys + values, values, heads)
 
 
 def _delta_work(build: Build) -> PartWork:
-    widths, delta = _delta(build), build.shape.delta
-    assert delta is not None
+    widths, delta = _delta(build), _delta_sizes(build)
     # Megatron's logs have the square of the width of a value.
     flops = 2 * delta.reach * widths.convolved + 8 * widths.heads * delta.key * delta.value
     expanded, states = widths.heads * delta.key, widths.inner * delta.key
@@ -123,8 +129,7 @@ def _delta_work(build: Build) -> PartWork:
 
 
 def _delta_parameters(build: Build) -> Count:
-    widths, delta = _delta(build), build.shape.delta
-    assert delta is not None
+    widths, delta = _delta(build), _delta_sizes(build)
     alone = delta.reach * widths.convolved + 2 * widths.heads + norm_parameters(build, delta.value)
     return Count(norm_parameters(build, build.shape.hidden) + weights(_linears(build, widths)) + alone)
 
@@ -134,8 +139,7 @@ def _delta_activations(build: Build, operand: float) -> Layer:
 
     The last norm keeps its input, and the gate after it both of its factors.
     """
-    widths, delta = _delta(build), build.shape.delta
-    assert delta is not None
+    widths, delta = _delta(build), _delta_sizes(build)
     normed = widths.convolved - widths.inner
     rule = 2 * widths.heads * delta.key + widths.inner + _DELTA_CHUNK * widths.heads
     inside = build.number * (widths.convolved + normed + rule + 3 * widths.inner)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.gpu_libraries import graphs_fault, te_fault, te_missing
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 from megatron.schedules.job.machine import Machine
-from megatron.schedules.job.spec import GRAPHS, JobSpec
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
 

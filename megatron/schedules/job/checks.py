@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
-from megatron.schedules.job.spec import GRAPHS, JobSpec, Settings
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.planner.registry import check_parts, follows_costs, names_following_costs

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.job.machine import ANY, Machine
-from megatron.schedules.job.spec import GRAPHS, JobSpec
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import letters_by_stage, wrong_layers
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement

@@ -129,10 +129,6 @@ class StockLayers:
         return PIPE in (self.pattern or "")
 
 
-GRAPHS = "transformer_engine"
-"""Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
-
-
 @dataclass(frozen=True)
 class StockFlags:
     """Megatron's other arguments that the compatibility rules read.

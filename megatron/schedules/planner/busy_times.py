@@ -36,17 +36,18 @@ class BusyTimes:
         counts = np.array(partitions)
         index = np.arange(counts.shape[1]), counts.cumsum(axis=1), counts
         for row in np.flatnonzero(~self._known[index].all(axis=1)):
-            if not self._known[index[0], index[1][row], index[2][row]].all():  # since the rows before
-                self._learn(partitions[int(row)])
+            self._learn(partitions[int(row)])
         forwards, every = self._times[:, *index]
         heads = np.pad(forwards.cumsum(axis=1), ((0, 0), (1, 0)))
         busy = [heads[:, stages[0]] + microbatches * _summed(every[:, stages].T) for stages in self._stages]
         return np.stack(busy, axis=1)
 
     def _learn(self, partition: Partition) -> None:
+        index = np.arange(len(partition)), np.cumsum(partition), np.array(partition)
+        if self._known[index].all():  # since the partitions before
+            return
         times = with_layers(self._request, partition).costs_on(self._placement).times
         computing = (of_stages for kind, of_stages in times.items() if kind in COMPUTING)
-        index = np.arange(len(partition)), np.cumsum(partition), np.array(partition)
         self._times[:, *index] = times[Kind.F], [sum(of_stage) for of_stage in zip(*computing, strict=True)]
         self._known[index] = True
 

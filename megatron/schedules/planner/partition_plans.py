@@ -115,13 +115,12 @@ class Planned:
         shorter than those before teaches others nothing, so all is as if planned one after another.
         """
         for some in batched(partitions, _AHEAD if self._climbs else 1):
-            new = [partition for partition in some if partition not in self._known]
-            made = dict(zip(new, on_all_cores([self.planning(partition) for partition in new]), strict=True))
+            made = _new_plans([(self, partition) for partition in some])
             for partition in some:
                 if self.count >= most:
                     return
-                if partition in made:
-                    self.keep(partition, made[partition])
+                if (self, partition) in made:
+                    self.keep(partition, made[self, partition])
                 yield partition, self._known[partition]
 
     def knows(self, partition: Partition) -> bool:
@@ -195,10 +194,17 @@ def promising(
 
 def plan_together(candidates: Sequence[tuple[Planned, Partition]]) -> None:
     """Plans those of ``candidates`` that were not, at the same time. No climb learns from another of these."""
-    new = [(planned, partition) for planned, partition in candidates if not planned.knows(partition)]
-    jobs = [planned.planning(partition) for planned, partition in new]
-    for (planned, partition), made in zip(new, on_all_cores(jobs), strict=True):
+    for (planned, partition), made in _new_plans(candidates).items():
         planned.keep(partition, made)
+
+
+def _new_plans(
+    candidates: Sequence[tuple[Planned, Partition]],
+) -> dict[tuple[Planned, Partition], OrderClimb | float]:
+    """Plans those of ``candidates`` that were not, at the same time; nothing of it is kept yet."""
+    new = [(planned, partition) for planned, partition in candidates if not planned.knows(partition)]
+    made = on_all_cores([planned.planning(partition) for planned, partition in new])
+    return dict(zip(new, made, strict=True))
 
 
 def with_layers(request: Request, partition: Partition) -> Request:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.build_flags import as_built, numbers, stand_in, stock_recompute
+from megatron.schedules.estimate.build_flags import as_built, graphs_impl, numbers, stand_in, stock_recompute
 from megatron.schedules.estimate.layer_pattern import hybrid_layers
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.environment import assumed_gpus
@@ -92,14 +92,13 @@ _OFF = {"cuda_graph_impl": "none"}
 
 
 def _stock_flags(args: Any) -> StockFlags:
-    graphs = getattr(args, "cuda_graph_impl", None) or "none"  # the other flag is an older name
     return StockFlags(
         frozenset(name for name, value in vars(args).items() if value not in (None, False, 0, [], [0], _OFF.get(name))),
         args.transformer_impl,
         args.ckpt_format,
         args.dataloader_type,
         str(getattr(args, "fp8_recipe", None) or "delayed") if getattr(args, "fp8", None) else "",
-        ("transformer_engine" if getattr(args, "external_cuda_graph", False) else "") if graphs == "none" else graphs,
+        graphs_impl(args),
     )
 
 

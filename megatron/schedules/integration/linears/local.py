@@ -168,7 +168,7 @@ def _whole_cases(weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) 
     yield "weight or bias computed from other parameters", not weight.is_leaf or (bias is not None and not bias.is_leaf)
     yield "weight sharded over a rematerialisation group", given.get("gtp_remat_size", 1) != 1
     yield FSDP, hasattr(weight, "__fsdp_param__")
-    yield "output of another type than its input", given.get("output_dtype") not in (None, weight.dtype)
+    yield "output of another type than its weight", given.get("output_dtype") not in (None, weight.dtype)
 
 
 def _hookable(weight: Any) -> Tensor:
