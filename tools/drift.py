@@ -196,11 +196,12 @@ def write(path: Path, text: str) -> None:
 @click.option("--record", metavar="FOLDER", help="Folder for the fingerprints of this version.")
 def main(version_or_dir: str, record: str | None) -> int:
     """Compares one version."""
-    names, broken = touched(), False
+    broken = False
     with source_of(version_or_dir) as sources:
         present = {project: parts for project, parts in _PACKAGES.items() if any(map(sources.has, parts))}
         if not present:
             raise PlanError(f"{version_or_dir} has neither megatron/core nor transformer_engine")
+        names = touched()
         for project, packages in present.items():
             if record is not None:
                 path = Path(record) / f"{project}-{sources.version}.json"
