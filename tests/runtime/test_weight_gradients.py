@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import threading
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import Closure, WeightGradients
+from tests.runtime.plain_stages import SHAPE, SplitLinear
+from tests.waiting import HANGS_S
 
 
 def _count_hooks(parameter: Tensor, seen: list[Tensor]) -> object:
@@ -462,3 +465,37 @@ def test_an_operand_in_memory_that_is_overwritten_before_w_is_copied() -> None:
     buffer.fill_(7.0)
     assert kept.abs().sum() == 0 and untouched is own
     assert parts[0][0].abs().sum() == 0 and parts[0][1] is own
+
+
+class _Waiting(torch.autograd.Function):
+    """The sum of its input. Its backward says that it has begun, and waits."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, begun: threading.Event, ends: threading.Event) -> Tensor:
+        ctx.shape, ctx.events = tensor.shape, (begun, ends)
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        begun, ends = ctx.events
+        begun.set()
+        assert ends.wait(HANGS_S)
+        return gradient.expand(ctx.shape), None, None
+
+
+def test_a_backward_in_another_thread_takes_nothing_from_a_pass() -> None:
+    store, begun, ends = WeightGradients(), threading.Event(), threading.Event()
+    linear, other = SplitLinear(SHAPE[1], store), torch.ones(3, requires_grad=True)
+    thread = threading.Thread(target=_Waiting.apply(other, begun, ends).backward)
+    with store.split(0, 0):
+        thread.start()
+        assert begun.wait(HANGS_S)
+        output = linear(torch.ones(SHAPE, requires_grad=True))
+    with store.input_gradient(0, 0):
+        ends.set()
+        thread.join(HANGS_S)
+        output.sum().backward()
+    assert other.grad is not None and torch.equal(other.grad, torch.ones(3))
+    assert store.waiting(0, 0) == 1 and linear.weight.grad is None
+    store.run(0, 0)
+    assert linear.weight.grad is not None

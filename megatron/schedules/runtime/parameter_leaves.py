@@ -226,12 +226,16 @@ def _sees_backwards(leaves: ParameterLeaves) -> Iterator[None]:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    """Runs a backward for the passes of its thread, or of any: a device's backward has threads of autograd's own."""
+    """Runs a backward for the passes of its thread.
+
+    A device's backward has threads of autograd's own, which run for the passes of any thread. A thread of Python's
+    without passes has nothing to do with those of others.
+    """
     running, thread = list(_running), threading.get_ident()
-    if not running:
-        return engine(*args, **kwargs)
-    own = next((leaves for owner, leaves in reversed(running) if owner == thread), running[-1][1])
-    return own.run_backward(*args, **kwargs)
+    own = [leaves for owner, leaves in running if owner == thread]
+    if not own and isinstance(threading.current_thread(), threading._DummyThread):
+        own = [leaves for _, leaves in running]
+    return own[-1].run_backward(*args, **kwargs) if own else engine(*args, **kwargs)
 
 
 def _has_hooks(stand_in: _Leaf) -> bool:
