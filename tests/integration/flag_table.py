@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron.core.package_info import __shortversion__
 
 
 class Line(NamedTuple):
@@ -66,7 +69,7 @@ class Group(NamedTuple):
 
 
 def groups(*kinds: str) -> list[Group]:
-    """Those of the table that are of ``kinds``."""
+    """Those of the table that are of ``kinds``, with the flags that this version of Megatron has."""
     table = tomllib.loads(Path(__file__).with_name("megatron_flags.toml").read_text())
     return [_group(kind, dict(entry)) for kind in kinds or table for entry in table.get(kind, ())]
 
@@ -79,5 +82,17 @@ def _group(kind: str, entry: dict[str, Any]) -> Group:
 
 def _lines(text: str) -> Iterator[Line]:
     for line in text.strip().splitlines():
-        words, _, needs = line.partition(" | ")
-        yield Line(tuple(shlex.split(words)), tuple(shlex.split(needs)))
+        words, needs, when, *_ = [*line.split(" | "), "", ""]
+        if _holds(when):
+            yield Line(tuple(shlex.split(words)), tuple(shlex.split(needs)))
+
+
+def _holds(when: str) -> bool:
+    """Whether ``since VERSION`` or ``before VERSION`` holds for this Megatron; both are true where nothing is said."""
+    word, _, version = when.partition(" ")
+    assert word in ("", "since", "before"), when
+    return not word or (_numbers(__shortversion__) >= _numbers(version)) == (word == "since")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]

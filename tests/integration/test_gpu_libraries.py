@@ -68,3 +68,14 @@ def test_one_that_pip_did_not_install_is_named_without_a_version(site: Path) -> 
     (site / "transformer_engine").mkdir()
     (site / "transformer_engine" / "__init__.py").touch()
     assert libraries_line().startswith("pipeline schedule: found Transformer Engine; ")
+
+
+def test_one_in_another_folder_than_pip_installed_is_named_without_a_version(
+    site: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, "transformer_engine")
+    checkout = tmp_path_factory.mktemp("checkout")
+    (checkout / "transformer_engine").mkdir()
+    (checkout / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(checkout), str(site)])
+    assert libraries_line().startswith("pipeline schedule: found Transformer Engine; ")

@@ -9,7 +9,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from megatron.core import parallel_state
@@ -18,6 +17,7 @@ from megatron.core.distributed import distributed_data_parallel
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.package_info import __shortversion__
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
@@ -278,6 +278,6 @@ def install(arguments: Mapping[str, Any]) -> None:
     if any(word.startswith(FLAGS["schedule"]) for word in sys.argv):
         refuse(
             f"{FLAGS['schedule']} is a flag of Megatron-LM's training loop from megatron-core 0.18 on, and this is "
-            f"{version('megatron-core')}; other loops take $PIPELINE_SCHEDULE (docs/loops.md)"
+            f"{__shortversion__}; other loops take $PIPELINE_SCHEDULE (docs/loops.md)"
         )
     put_in(CORE_HOOKS, Session(arguments))

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -66,10 +66,15 @@ def libraries_line(libraries: Sequence[Library] = LIBRARIES) -> str:
 
 
 def _with_version(library: Library) -> str:
+    """The library's name, with its version if what is imported is what pip installed, and not some other folder's."""
     try:
-        return f"{library.name} {version(library.distribution)}"
+        installed = distribution(library.distribution)
     except PackageNotFoundError:  # added to the path by hand
         return library.name
+    spec = find_spec(library.modules[0])
+    imported = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
+    own = Path(str(installed.locate_file(library.modules[0]))).resolve()
+    return f"{library.name} {installed.version}" if own in imported else library.name
 
 
 def leave_out_te() -> None:

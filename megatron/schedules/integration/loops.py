@@ -27,6 +27,7 @@ from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.log.spans import spans
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_checks import refuse_unfit
 from megatron.schedules.integration.profiling import Profiler
@@ -169,7 +170,7 @@ def _begun(
         log,
         stall_seconds=settings.stall_seconds,
         report_memory=measured is not None,
-        observers=[ProfilerRanges()] if flags.profiles else (),
+        observers=[*spans(), *([ProfilerRanges()] if flags.profiles else [])],
         lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
         profiler=None if measured is None else profiler(measured),
         hiding=session.expert_messages if spec.hides_messages else None,

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.package_info import __shortversion__
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import EXPOSED, MessageWatch
@@ -201,7 +201,7 @@ class Profiler:
     def _save(self, profile: JobProfile) -> None:
         file = self._measured.file
         assert file is not None
-        versions = {name: version(name) for name in ("torch", "megatron-core")}
+        versions = {"torch": str(torch.__version__), "megatron-core": __shortversion__}
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))

@@ -34,7 +34,7 @@ from megatron.schedules.integration.model_binding import ModelBinding
 from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.rank_device import PeakReport
-from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.schedule_call import ScheduleCall, check_groups
 from megatron.schedules.integration.stage_inputs import StageInputs
 from megatron.schedules.integration.verification import Verification
 from megatron.schedules.integration.vocabulary.shared import Exchange
@@ -147,7 +147,7 @@ class ScheduleFunction:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Runs one training step or evaluation step. Arguments are as in stock; ``p2p_communicator`` is not used.
+        """Runs one training step or evaluation step. Arguments are as in stock; ``p2p_communicator`` is only checked.
 
         Returns:
             The losses of all microbatches on the last pipeline rank and an empty list on the others, as in stock.
@@ -157,6 +157,7 @@ class ScheduleFunction:
         """
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
+        check_groups(self._group, p2p_communicator, pg_collection)
         chunks, iterators = listed(model), listed(data_iterator)
         sizes, cp_size = (
             IterationSizes(num_microbatches, seq_length, micro_batch_size),

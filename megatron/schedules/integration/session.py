@@ -12,7 +12,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from megatron.core import __version__, parallel_state
+from megatron.core import parallel_state
+from megatron.core.package_info import __shortversion__
 from torch.nn import Module
 
 from megatron.schedules.integration.environment import whole_variable
@@ -166,11 +167,11 @@ def put_in(hooks: Iterable[Hook], session: Session) -> None:
     Training loops that imported a name from one of Megatron's modules before get the replacement too. A name that is
     missing ends the process with one line and status 2.
     """
-    if is_newer(__version__) and whole_variable("RANK", 0) == 0:
+    if is_newer(__shortversion__) and whole_variable("RANK", 0) == 0:
         _log.warning(
             "pipeline schedule: megatron-core %s is newer than %s, the newest that this package was compared with: "
             "docs/upgrading.md says what to try first",
-            __version__,
+            __shortversion__,
             NEWEST,
         )
     hooks = list(hooks)

@@ -291,6 +291,7 @@ _RULES = (
     _flag("dataloader_inter_document_masking", _ONE_SHAPE, _VOCABULARY),
     _flag("fp8_output_proj", f"its part of the output layer is not quantised; {_ONE_OUT}", _VOCABULARY),
     _flag("use_mup", f"its logits are scaled; {_ONE_OUT}", _VOCABULARY),
+    _flag("logit_dtype", f"its logits have the type of its input; {_ONE_OUT}", _VOCABULARY, "--output-logit-dtype"),
     _flag("init_model_with_meta_device", f"the first weights are sent to the ranks; {_ONE_OUT}", _VOCABULARY),
     _flag("num_microbatches_with_partial_activation_checkpoints", f"it counts on Megatron's own schedule; {_OUT}"),
 )

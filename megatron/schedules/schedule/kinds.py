@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.schedules.schedule.placement import Placement
@@ -240,6 +241,8 @@ SEEN_BY: Mapping[Share, tuple[Kind, int]] = {
 # Kind under which each kind counts as a dependency: a combined kind counts as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
+# Dependencies that are kept: searches ask for those of a placement once for each plan.
+_DEPENDENCIES = 2**14
 # Kinds that only allocate memory, for a later pass.
 _LATE = tuple(kind for kind in SAVING if KINDS[kind].takes)
 
@@ -280,12 +283,13 @@ def sources(
 
     Optional kinds that are not ``present`` in the schedule are left out.
     """
-    return [source for _, source in _needed(kind, stage, placement, present)]
+    return [source for _, source in _needed(kind, stage, placement, frozenset(present))]
 
 
+@lru_cache(_DEPENDENCIES)
 def _needed(
-    kind: Kind, stage: int, placement: Placement, present: Collection[Kind]
-) -> list[tuple[At, tuple[int, tuple[Kind, ...]]]]:
+    kind: Kind, stage: int, placement: Placement, present: frozenset[Kind]
+) -> Sequence[tuple[At, tuple[int, tuple[Kind, ...]]]]:
     """Returns :func:`sources`, each with its relative stage."""
     needs: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
     last = placement.last_stage
@@ -310,11 +314,12 @@ def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageK
     required passes of its own stage end long before.
     """
     after: dict[StageKind, list[StageKind]] = defaultdict(list)
+    present = frozenset(doing)
     for kind, stages in doing.items():
         for stage in stages:
             there = [
                 (at, source, needed)
-                for at, (source, kinds) in _needed(kind, stage, placement, doing)
+                for at, (source, kinds) in _needed(kind, stage, placement, present)
                 for needed in kinds
                 if source in doing.get(needed, ())
             ]

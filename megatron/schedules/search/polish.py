@@ -15,13 +15,15 @@ both ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron.schedules.schedule.hidden_messages import pieces
-from megatron.schedules.schedule.kinds import KINDS, WHOLES, Pass, everywhere, followers
+from megatron.schedules.schedule.kinds import KINDS, WHOLES, Pass, StageKind, everywhere, followers
+from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, slots
 from megatron.schedules.schedule.simulator import Timeline, peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -151,7 +153,7 @@ def merge_backward(timeline: Timeline) -> Schedule:
             for other, user in waiting_for
             if other != stage
         ]
-        for (stage, kind), waiting_for in followers(schedule.placement, everywhere(schedule.placement)).items()
+        for (stage, kind), waiting_for in _waiting_for(schedule.placement).items()
     }
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []
@@ -169,3 +171,9 @@ def merge_backward(timeline: Timeline) -> Schedule:
             merged.append(work)
         rows.append(tuple(merged))
     return replace(schedule, order=tuple(rows))
+
+
+@lru_cache(16)
+def _waiting_for(placement: Placement) -> Mapping[StageKind, Sequence[StageKind]]:
+    """For each pass of a microbatch, the passes that wait for it."""
+    return followers(placement, everywhere(placement))

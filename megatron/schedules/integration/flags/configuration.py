@@ -118,6 +118,7 @@ def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
         "max_position_embeddings": getattr(words, "max_sequence_length", None),
         "position_embedding_type": getattr(words, "position_embedding_type", "rope"),
         "hybrid_layer_pattern": getattr(words, "hybrid_layer_pattern", None),
+        "logit_dtype": getattr(words, "logit_dtype", None),
         "group_query_attention": config.num_query_groups not in (None, config.num_attention_heads),
         "transformer_impl": "transformer_engine" if engine else "local",
         "create_attention_mask_in_dataloader": not engine,
