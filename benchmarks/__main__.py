@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from benchmarks import emulated, lengths, memory, messages, recording, saving, split, tables, vocabulary
+from benchmarks import emulated, host, lengths, memory, messages, recording, saving, split, tables, vocabulary
 from benchmarks.parts import Kept, Part, Row, Say, claims_table
 from megatron.schedules.cli.ending import run
 from megatron.schedules.utils.errors import PlanError
@@ -25,6 +25,7 @@ PARTS = (
     vocabulary.PART,
     lengths.PART,
     split.PART,
+    host.PART,
     memory.PART,
     recording.PART,
     tables.PART,
@@ -106,7 +107,7 @@ def _plain(part: Part, text: str | None) -> None:
         _run(part, lambda say: part.measure(quick, say), quick, as_json, whole=True)
 
 
-for _module in (saving, messages, vocabulary, lengths, split, memory, recording):
+for _module in (saving, messages, vocabulary, lengths, split, host, memory, recording):
     _plain(_module.PART, _module.__doc__)
 
 

@@ -185,7 +185,7 @@ def put_in(hooks: Iterable[Hook], session: Session) -> None:
         if not hasattr(hook.module, hook.name):
             refuse(
                 f"this megatron-core has no {hook.module.__name__}.{hook.name}, which pipeline schedules replace: use "
-                "a version from 0.17 to 0.19"
+                "a version from 0.17 to 0.20"
             )
         stock = _stock(getattr(hook.module, hook.name))
         if stock is None:  # of a library that is not installed

@@ -1,0 +1,57 @@
+"""What the benchmark of the host's time says of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import host
+
+pytestmark = pytest.mark.pure
+
+
+def row(job: str, ranks: int, ratio: float) -> dict[str, Any]:
+    """A row of two rounds."""
+    known = next(each for each in host._JOBS if each.name == job)
+    spread = {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01}
+    seconds = {"median": 0.5, "low": 0.4, "high": 0.6}
+    return {
+        "job": job,
+        "beside": known.beside,
+        "most": known.most,
+        "pipeline_size": ranks,
+        "microbatches": 32,
+        "repetitions": 2,
+        "seconds": seconds,
+        "ratio": spread,
+    }
+
+
+ROWS = [row("stock 1F1B", 2, 1.0), row("`1f1b`", 2, 0.98), row("`zb-1p`", 2, 1.04), row("`zb-1p`", 4, 1.07)]
+
+
+def test_a_claim_holds_if_it_does_on_all_sizes() -> None:
+    found = {claim.text: (claim.found, claim.verdict) for claim in host.claims(ROWS)}
+    assert found == {
+        "A step under `1f1b` takes the host at most 1.00 of the time of stock 1F1B": ("0.98 on 2 ranks", "held"),
+        "A step under `zb-1p` takes the host at most 1.05 of the time of stock 1F1B": (
+            "1.04, 1.07 on 2 and 4 ranks",
+            "not held",
+        ),
+    }
+
+
+def test_stocks_jobs_are_compared_with_nothing() -> None:
+    lines = host.section(ROWS).splitlines()
+    assert "| stock 1F1B | 2 | 500 |  |" in lines
+    assert "| `zb-1p` | 4 | 500 | 1.070 (1.060 to 1.080) |" in lines
+
+
+def test_each_schedule_is_beside_stock_with_as_many_chunks() -> None:
+    from megatron.schedules.planner.registry import own_chunks
+
+    for job in host._JOBS:
+        if job.beside:
+            name = job.name.strip("`")
+            assert ("interleaved" in job.beside) == ((own_chunks(name) or 2) > 1)
