@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +17,7 @@ from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, peaks
 from megatron.schedules.schedule.validation import validate
-from megatron.schedules.search.polish import merge_backward, polish
+from megatron.schedules.search.polish import many_plans, merge_backward, polish
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
 
 Starts = dict[Pass, float]
@@ -37,6 +40,20 @@ def test_a_polished_order_is_sound_no_longer_and_within_its_limit(made: tuple[Sc
     for held, own in zip(peaks(polished, on_stages), peaks(schedule, on_stages), strict=True):
         assert held <= max(limit, own) + 1e-9
     assert polish(schedule, around_one, limit) == polished, "the same every time"
+
+
+@examples(40)
+@given(costed_schedules())
+def test_among_many_plans_each_is_as_if_made_alone(made: tuple[Schedule, Costs]):
+    """Those of one order under other times share what does not depend on times."""
+    schedule, costs = made
+    layers = costs.layers
+    slower = replace(costs, layers=replace(layers, forward=2 * layers.forward, weight_grad=layers.weight_grad / 2))
+    later = replace(costs, link=replace(costs.link, latency=costs.link.latency + 0.5))
+    on_stages = [each.around_one().on(schedule.placement) for each in (costs, slower, later, costs)]
+    with many_plans(math.inf):
+        together = [polish(schedule, each, 2.5) for each in on_stages]
+    assert together == [polish(schedule, each, 2.5) for each in on_stages]
 
 
 @examples(200)

@@ -115,6 +115,11 @@ class StageCosts:
         """Returns the latency of a message from rank ``source`` to rank ``to``; 0 within a rank."""
         return 0.0 if source == to else self.latencies.get((source, to), self.comm)
 
+    def links_as(self, other: StageCosts) -> bool:
+        """Returns whether passes wait for each other as under ``other``: only times and memory differ."""
+        parts = "comm", "latencies", "one_way", "loads", "has_messages"
+        return all(getattr(self, part) == getattr(other, part) for part in parts)
+
     def doing(self, placement: Placement) -> Doing:
         """Passes of every microbatch with a split backward. R, O and L are on the stages where they free memory."""
         return {

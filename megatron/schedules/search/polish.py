@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.schedules.schedule.hidden_messages import pieces
@@ -28,8 +28,8 @@ from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, 
 from megatron.schedules.schedule.simulator import Timeline, peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
-from megatron.schedules.search.rounds import Rounds
-from megatron.schedules.search.tasks import tasks_of
+from megatron.schedules.search.rounds import Rounds, recosted
+from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.progress import Progress, unheard
 
 # Scheduling a pass once takes about five microseconds. With this number a plan of usual size takes a second or two. A
@@ -38,8 +38,22 @@ _PASSES = 250_000
 _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 # Number of passes that Python schedules in the time that compiling takes. Compiled code needs almost no time for them.
 _MOST_INTERPRETED = 700_000
-# True within a search that makes enough plans for compiled code to pay off.
-_compiled: ContextVar[bool] = ContextVar("compiled", default=False)
+
+
+@dataclass
+class _Plans:
+    """Many plans.
+
+    Args:
+        compiled: whether they are so many that compiled code pays off.
+        last: the base order that was compiled last, with its costs, tasks, passes and rounds.
+    """
+
+    compiled: bool
+    last: tuple[Schedule, StageCosts, Tasks, Sequence[Pass], Rounds] | None = None
+
+
+_plans: ContextVar[_Plans | None] = ContextVar("plans", default=None)
 
 
 def improve(
@@ -61,9 +75,7 @@ def improve(
         progress: is called after every policy.
     """
     best = simulate(schedule, costs).makespan
-    tasks, passes = tasks_of(schedule, costs)
-    compiled = _compiled.get() or rounds * len(passes) > _MOST_INTERPRETED
-    list_scheduling = Rounds(tasks, compiled=compiled)
+    tasks, passes, list_scheduling = _numbered(schedule, costs, rounds)
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     base = best_order = range(len(passes))
     left = rounds
@@ -81,17 +93,35 @@ def improve(
     return improved
 
 
+def _numbered(schedule: Schedule, costs: StageCosts, rounds: int) -> tuple[Tasks, Sequence[Pass], Rounds]:
+    """Returns the tasks of ``schedule``, their passes, and rounds for as many rounds.
+
+    Among many plans those for the order of the last one, under costs that differ in time and memory only, are reused.
+    """
+    plans = _plans.get()
+    if plans and plans.last:
+        before, known, tasks, passes, made = plans.last
+        if before.placement == schedule.placement and before.order == schedule.order and known.links_as(costs):
+            return tasks, passes, recosted(made, schedule, costs)
+    tasks, passes = tasks_of(schedule, costs)
+    compiled = bool(plans and plans.compiled) or rounds * len(passes) > _MOST_INTERPRETED
+    made = Rounds(tasks, compiled=compiled)
+    if plans and compiled:
+        plans.last = schedule, costs, tasks, passes, made
+    return tasks, passes, made
+
+
 @contextmanager
 def many_plans(passes: float) -> Iterator[None]:
     """Within the ``with`` block, makes plans with or without compiled code, as suits ``passes`` passes in total.
 
     The plans are the same either way; only the time differs.
     """
-    before = _compiled.set(passes > _MOST_INTERPRETED)
+    before = _plans.set(_Plans(passes > _MOST_INTERPRETED))
     try:
         yield
     finally:
-        _compiled.reset(before)
+        _plans.reset(before)
 
 
 def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress = unheard) -> Schedule:

@@ -44,12 +44,7 @@ class Problem:
         Returns None if the passes or messages differ under ``costs``.
         """
         own = self.costs
-        if any(
-            getattr(own, part) != getattr(costs, part)
-            for part in ("comm", "latencies", "one_way", "loads", "has_messages")
-        ):
-            return None
-        if own.doing(self.placement) != costs.doing(self.placement):
+        if not own.links_as(costs) or own.doing(self.placement) != costs.doing(self.placement):
             return None
         n, other = self.schedule.microbatches, copy(self)
         # Each rank runs the same passes for every microbatch.

@@ -219,7 +219,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         returns=_returns(schedule, passes),
         before=before,
         after=before.turned(),
-        message=fractions(_messages(passes, costs)),
+        message=fractions(messages_of_tasks(passes, costs)),
         weights=_weights(passes) if costs.has_messages else whole(()),
         stage=whole((stage for stage, _, _ in passes) if costs.has_messages else ()),
     )
@@ -240,7 +240,7 @@ def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
     return returns
 
 
-def _messages(passes: Sequence[Pass], costs: StageCosts) -> list[float]:
+def messages_of_tasks(passes: Sequence[Pass], costs: StageCosts) -> list[float]:
     """Returns :attr:`Tasks.message` of ``passes``. Nothing runs behind the messages of a whole backward."""
     if not costs.has_messages:
         return []
