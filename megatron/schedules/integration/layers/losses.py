@@ -105,6 +105,17 @@ class _Pickler(pickle.Pickler):
         return len(self.tensors) - 1
 
 
+class _Unpickler(pickle.Unpickler):
+    """Reads what :class:`_Pickler` wrote, with ``tensors`` in place of those that it left out."""
+
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
 def _put_together(form: _Form, packed: Tensor) -> Any:
     """Returns the results with the tensors in ``packed``."""
     parts: Sequence[Tensor] = packed.split(form.sizes)
@@ -112,9 +123,7 @@ def _put_together(form: _Form, packed: Tensor) -> Any:
     tensors = [
         part.clone().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, form.tensors, strict=True)
     ]
-    unpickler = pickle.Unpickler(io.BytesIO(form.pickled))
-    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+    return _Unpickler(form.pickled, tensors).load()
 
 
 def hand_over_metrics(group: dist.ProcessGroup, source: int, layers: int) -> None:
