@@ -40,7 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The tier of a test: as its case is marked, else itself, else its file. Whole jobs without a mark run at night."""
+    """The tier of a test: as its case is marked, else itself, else its file. Whole jobs without a mark run at night.
+
+    So do tests that another file has, with another model.
+    """
+    if item.get_closest_marker("another_model"):
+        return "nightly"
     of_case = item.callspec.marks if hasattr(item, "callspec") else []
     marked = (mark.name for mark in (*of_case, *item.iter_markers()) if mark.name in TIERS)
     return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
@@ -64,6 +69,8 @@ class _Features:
                 parameters = item.callspec.params if hasattr(item, "callspec") else {}
                 feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
                 self._found[item.nodeid] = {"feature": feature, "schedule": schedule, "test": item.nodeid}
+                if another := item.get_closest_marker("another_model"):
+                    self._found[item.nodeid]["model"] = another.args[0]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = self._found.get(report.nodeid)
