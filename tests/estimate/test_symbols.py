@@ -66,7 +66,7 @@ NEMOTRON = """--hidden-size 4096 --num-attention-heads 32 --group-query-attentio
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
 QWEN = f"""--hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 256
     --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
-    --moe-shared-expert-gate --swiglu --seq-length 4096 --vocab-size 151936 --disable-bias-linear --qk-layernorm
+    --moe-shared-expert-gate --attention-output-gate --swiglu --seq-length 4096 --vocab-size 151936 --disable-bias-linear --qk-layernorm
     --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16
     --hybrid-layer-pattern {"GEGEGE*E" * 12}"""
 
@@ -76,7 +76,7 @@ QWEN = f"""--hidden-size 2048 --num-attention-heads 16 --group-query-attention -
     [
         # arXiv 2504.03624, tables 1 and 2: 8B, of 52 layers.
         (NEMOTRON, 8.1, 0.005),
-        # Qwen3-Next-80B-A3B's card: 80B. Gates of its attention are not counted.
+        # Qwen3-Next-80B-A3B's card: 80B.
         (QWEN, 80.0, 0.01),
     ],
     ids=["Nemotron-H-8B", "Qwen3-Next"],

@@ -20,10 +20,11 @@ Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], in
 # Switches that are off, and on, without the flag; and whole numbers without a default.
 _OFF = """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
-    add-qkv-bias bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16 fp32-residual-connection fp4-param-gather
-    fp8-output-proj fp8-param-gather grad-reduce-in-bf16 group-query-attention moe-shared-expert-gate
-    multi-latent-attention optimizer-cpu-offload overlap-moe-expert-parallel-comm qk-layernorm sequence-parallel swiglu
-    use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
+    add-qkv-bias attention-output-gate bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16
+    fp32-residual-connection fp4-param-gather fp8-output-proj fp8-param-gather grad-reduce-in-bf16
+    group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload
+    overlap-moe-expert-parallel-comm qk-layernorm sequence-parallel swiglu use-distributed-optimizer
+    use-precision-aware-optimizer use-rotary-position-embeddings
 """
 _ON = """
     disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
