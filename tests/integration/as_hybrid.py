@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron.schedules.estimate.layer_pattern import moe_freq_type
@@ -76,4 +77,4 @@ def _placed(blocks: Sequence[str], found: dict[str, str], rest: Sequence[str]) -
     else:
         return "".join(blocks)
     at = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-    return "|".join("".join(blocks[a:b]) for a, b in zip(at, at[1:], strict=False))
+    return "|".join("".join(blocks[a:b]) for a, b in pairwise(at))
