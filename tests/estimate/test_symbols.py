@@ -67,8 +67,8 @@ NEMOTRON = """--hidden-size 4096 --num-attention-heads 32 --group-query-attentio
 QWEN = f"""--hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 256
     --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
     --moe-shared-expert-gate --attention-output-gate --swiglu --seq-length 4096 --vocab-size 151936
-    --disable-bias-linear --qk-layernorm --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16
-    --hybrid-layer-pattern {"GEGEGE*E" * 12}"""
+    --disable-bias-linear --qk-layernorm --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --bf16 --hybrid-layer-pattern {"GEGEGE*E" * 12}"""
 
 
 @pytest.mark.parametrize(
