@@ -33,7 +33,9 @@ class HybridModels:
 
     def __call__(self, job: str, world: int, flags: Sequence[str], *rest: Any, **named: Any) -> Any:
         """The result of ``job``, as :class:`.Megatron` gives it."""
-        return self._server(job, world, hybrid_flags(flags), *rest, **named)
+        # The stand-in for fused attention reads lengths of sequences.
+        more = ["--attention-backend", "unfused"] if job == "waits" else []
+        return self._server(job, world, [*hybrid_flags(flags), *more], *rest, **named)
 
 
 def hybrid_flags(flags: Sequence[str]) -> list[str]:
@@ -49,6 +51,8 @@ def hybrid_flags(flags: Sequence[str]) -> list[str]:
             rest.append(word)
     blocks = _blocks(found, rest)
     ahead = ["/" + blocks[-1]] * int(found.get("--mtp-num-layers", 0))
+    if "--context-parallel-size" in rest and not {"--bf16", "--fp16"} & set(rest):
+        rest.append("--bf16")  # only fused attention is spread over context-parallel ranks
     # Transformer Engine's Python over plain torch accumulates into main gradients in bf16 alone.
     fused = [] if "--bf16" in rest else ["--no-gradient-accumulation-fusion"]
     return [*rest, *fused, "--hybrid-layer-pattern", _placed(blocks, found, rest) + "".join(ahead)]

@@ -248,6 +248,7 @@ HYBRIDS_IN_FULL = {
         f"{MODERN} {HYBRID} *-*-*-*- --vocab-size 2000 --pipeline-vocabulary-parallel",
     ),
     "dense, in a V": ("v-half", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-"),
+    "experts of a latent width": ("v-half", 1, "9.0", f"{TE_MOE} --moe-latent-size 64 {HYBRID} *E*E*E*E"),
     "biases": ("zb-1p", 1, "9.0", f"{HYBRID} *-*-*-*-"),
     "gated attention": ("v-half", 1, "9.0", f"{MODERN} --attention-output-gate --qk-layernorm {HYBRID} *-*-*-*-"),
     "latent attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {HYBRID} +-+-+-+-"),

@@ -18,7 +18,6 @@ from tests.integration.test_frozen import test_low_rank_adapters
 from tests.integration.test_logging import test_the_same_is_logged
 from tests.integration.test_moe import test_the_result_is_stocks as test_experts
 from tests.integration.test_no_waits import test_nothing_in_a_program_waits_for_the_device
-from tests.integration.test_packed import test_every_rank_sees_the_bounds_and_results_are_stocks
 from tests.integration.test_reduction import test_reductions_start_within_the_chunks_last_pass
 from tests.integration.test_validation_sets import data, test_each_validation_set_in_full
 from tests.integration.test_varied_sizes import test_same_losses_and_gradients_to_the_bit
@@ -34,7 +33,6 @@ __all__ = [
     "test_distributed_optimizer_over_context_and_data_ranks",
     "test_documents_stay_apart_on_every_stage",
     "test_each_validation_set_in_full",
-    "test_every_rank_sees_the_bounds_and_results_are_stocks",
     "test_experts",
     "test_losses_and_gradients_are_stocks",
     "test_low_rank_adapters",

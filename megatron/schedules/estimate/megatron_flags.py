@@ -33,8 +33,8 @@ _ON = """
 _INTEGERS = """
     dsa-indexer-head-dim dsa-indexer-n-heads dsa-indexer-topk expert-tensor-parallel-size ffn-hidden-size
     global-batch-size hidden-size kv-channels mamba-num-heads max-position-embeddings micro-batch-size
-    moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads num-experts
-    num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
+    moe-ffn-hidden-size moe-latent-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads
+    num-experts num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
 """
 FLAGS: Flags = {
     **{f"--{name}": (None, False) for name in _OFF.split()},
@@ -137,6 +137,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
             chosen=args.moe_router_topk,
             number=args.num_experts / args.expert_model_parallel_size,
             shared=args.moe_shared_expert_intermediate_size or 0,
+            latent=args.moe_latent_size or 0,
         )
     layers, ahead = model_layers(args)
     parts = {*"".join(layers + ahead)}
