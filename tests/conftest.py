@@ -33,7 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = tier_of(item)
         item.add_marker(tier)
         by_night = tier == "nightly" and not config.getoption("--nightly")
-        if by_night or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
+        another = item.get_closest_marker("another_model")
+        others = another is not None and not any(schedule in another.args[1:] for _, schedule, _ in _shown(item))
+        if by_night or others or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
             items.remove(item)
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
@@ -51,13 +53,23 @@ def tier_of(item: pytest.Item) -> str:
     return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
 
 
+def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:
+    """Features that a test shows, each with the schedule and the model; the model is "GPT" where no mark names one."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    another = item.get_closest_marker("another_model")
+    model = "GPT" if another is None else another.args[0]
+    for mark in item.iter_markers("feature"):
+        feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
+        yield feature, schedule, mark.kwargs.get("model", model)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--features-to"):
         config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
 
 
 class _Features:
-    """Notes what each test with the mark ``feature`` shows: feature, schedule, and how it went."""
+    """Notes what each test with the mark ``feature`` shows: feature, schedule, model, and how it went."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,12 +77,13 @@ class _Features:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            for mark in item.iter_markers("feature"):
-                parameters = item.callspec.params if hasattr(item, "callspec") else {}
-                feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
-                self._found[item.nodeid] = {"feature": feature, "schedule": schedule, "test": item.nodeid}
-                if another := item.get_closest_marker("another_model"):
-                    self._found[item.nodeid]["model"] = another.args[0]
+            for feature, schedule, model in _shown(item):
+                self._found[item.nodeid] = {
+                    "feature": feature,
+                    "schedule": schedule,
+                    "model": model,
+                    "test": item.nodeid,
+                }
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = self._found.get(report.nodeid)

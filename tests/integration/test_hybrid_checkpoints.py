@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from tests import tolerances
 from tests.integration.conftest import Training
@@ -13,7 +15,6 @@ from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import Result
 from tests.integration.test_checkpoints import RESHARDABLE, SAVED
 from tests.integration.test_same_result import under
-from tests.tiers import by_night
 
 JOB = ("--train-iters", "4", "--global-batch-size", "4", "--clip-grad", "0", *MODERN.split())
 SPEC = ("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
@@ -38,6 +39,15 @@ def flags(side: str, optimizer: str = RESHARDABLE) -> tuple[int, tuple[str, ...]
     """Ranks and flags of one of ``SIDES``."""
     ranks, schedule = SIDES[side]
     return ranks, (*JOB, *optimizer.split(), "--pipeline-model-parallel-size", str(ranks), *schedule.split())
+
+
+def noted(feature: str, cases: Iterable[tuple[str, ...]]) -> Iterator[ParameterSet]:
+    """Cases with the feature that they show, under the schedule of their first side that has one; the first by day."""
+    for at, case in enumerate(cases):
+        words = " ".join(SIDES[side][1] for side in case if side in SIDES).split()
+        schedule = words[words.index("--pipeline-schedule") + 1] if words else "1F1B"
+        night = [pytest.mark.nightly] * (at > 0)
+        yield pytest.param(*case, marks=[pytest.mark.feature(feature, schedule, model="hybrid"), *night])
 
 
 def pattern(symbols: str) -> tuple[str, ...]:
@@ -78,17 +88,20 @@ class _Saved(dict[str, tuple[Path, Result]]):
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("side", "symbols"),
-    [
-        ("v-half, half blocks", DENSE),
-        by_night("zb-1p PP4, half blocks", DENSE),
-        by_night("1f1b PP4", DENSE),
-        by_night("v-zb, auto layers", DENSE),
-        by_night("interleaved", DENSE),
-        by_night("adaptive", DENSE),
-        by_night("PP1", DENSE),
-        by_night("shared v-half", DENSE),
-        by_night("v-half, half blocks", "*E*E*E*E"),
-    ],
+    noted(
+        "a GPT's checkpoint goes on in a hybrid model",
+        [
+            ("v-half, half blocks", DENSE),
+            ("zb-1p PP4, half blocks", DENSE),
+            ("1f1b PP4", DENSE),
+            ("v-zb, auto layers", DENSE),
+            ("interleaved", DENSE),
+            ("adaptive", DENSE),
+            ("PP1", DENSE),
+            ("shared v-half", DENSE),
+            ("v-half, half blocks", "*E*E*E*E"),
+        ],
+    ),
 )
 def test_a_gpts_checkpoint_goes_on_as_in_stocks_hybrid_run(
     te_train: Training, gpt: dict[str, tuple[Path, Result]], side: str, symbols: str
@@ -111,19 +124,22 @@ def test_a_gpts_checkpoint_goes_on_as_in_stocks_hybrid_run(
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("start", "end", "symbols"),
-    [
-        ("v-half, half blocks", "zb-1p PP4, half blocks", DENSE),
-        by_night("zb-1p PP4, half blocks", "v-half, half blocks", DENSE),
-        by_night("v-half, half blocks", "1f1b PP4", DENSE),
-        by_night("v-half, half blocks", "1F1B", DENSE),
-        by_night("PP1", "v-zb, auto layers", DENSE),
-        by_night("v-zb, auto layers", "adaptive", DENSE),
-        by_night("adaptive", "shared v-half", DENSE),
-        by_night("shared v-half", "v-half, half blocks", DENSE),
-        by_night("shared v-half", "1F1B", DENSE),
-        by_night("1F1B", "v-zb, auto layers", AHEAD),
-        by_night("v-zb, auto layers", "1f1b PP4", AHEAD),
-    ],
+    noted(
+        "checkpoints crossing to and from stock, other sizes and schedules",
+        [
+            ("v-half, half blocks", "zb-1p PP4, half blocks", DENSE),
+            ("zb-1p PP4, half blocks", "v-half, half blocks", DENSE),
+            ("v-half, half blocks", "1f1b PP4", DENSE),
+            ("v-half, half blocks", "1F1B", DENSE),
+            ("PP1", "v-zb, auto layers", DENSE),
+            ("v-zb, auto layers", "adaptive", DENSE),
+            ("adaptive", "shared v-half", DENSE),
+            ("shared v-half", "v-half, half blocks", DENSE),
+            ("shared v-half", "1F1B", DENSE),
+            ("1F1B", "v-zb, auto layers", AHEAD),
+            ("v-zb, auto layers", "1f1b PP4", AHEAD),
+        ],
+    ),
 )
 def test_hybrid_checkpoints_cross_schedules_sizes_and_cuts_of_blocks(
     te_train: Training, tmp_path: Path, start: str, end: str, symbols: str

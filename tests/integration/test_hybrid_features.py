@@ -42,7 +42,7 @@ __all__ = [
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
 ]
-pytestmark = pytest.mark.another_model("hybrid")
+pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half")
 
 
 @pytest.fixture(scope="module")
