@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,13 +41,15 @@ def flags(side: str, optimizer: str = RESHARDABLE) -> tuple[int, tuple[str, ...]
     return ranks, (*JOB, *optimizer.split(), "--pipeline-model-parallel-size", str(ranks), *schedule.split())
 
 
-def noted(feature: str, cases: Iterable[tuple[str, ...]]) -> Iterator[ParameterSet]:
+def noted(feature: str, cases: Sequence[tuple[str, ...]]) -> list[ParameterSet]:
     """Cases with the feature that they show, under the schedule of their first side that has one; the first by day."""
-    for at, case in enumerate(cases):
+    found = []
+    for case in cases:
         words = " ".join(SIDES[side][1] for side in case if side in SIDES).split()
         schedule = words[words.index("--pipeline-schedule") + 1] if words else "1F1B"
-        night = [pytest.mark.nightly] * (at > 0)
-        yield pytest.param(*case, marks=[pytest.mark.feature(feature, schedule, model="hybrid"), *night])
+        night = [pytest.mark.nightly] * bool(found)
+        found.append(pytest.param(*case, marks=[pytest.mark.feature(feature, schedule, model="hybrid"), *night]))
+    return found
 
 
 def pattern(symbols: str) -> tuple[str, ...]:
