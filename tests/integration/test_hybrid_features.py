@@ -14,7 +14,6 @@ from tests.integration.conftest import Training
 from tests.integration.server import Megatron
 from tests.integration.test_compatibility import test_alone
 from tests.integration.test_document_masks import test_documents_stay_apart_on_every_stage
-from tests.integration.test_frozen import test_low_rank_adapters
 from tests.integration.test_logging import test_the_same_is_logged
 from tests.integration.test_moe import test_the_result_is_stocks as test_experts
 from tests.integration.test_no_waits import test_nothing_in_a_program_waits_for_the_device
@@ -35,7 +34,6 @@ __all__ = [
     "test_each_validation_set_in_full",
     "test_experts",
     "test_losses_and_gradients_are_stocks",
-    "test_low_rank_adapters",
     "test_nothing_in_a_program_waits_for_the_device",
     "test_other_attention",
     "test_reductions_start_within_the_chunks_last_pass",
