@@ -35,7 +35,8 @@ bit if the arithmetic is the same. The test in the last column says what exactly
   `v-zb` and a whole backward. `zb-2p` differs from `zb-1p` only in the order of passes. `auto` runs one of the ten.
 - The columns of schedules are of a GPT, which has Megatron's local layers. The last but one is of the *hybrid* model of
   the same layers, one symbol each (`--hybrid-layer-pattern`), which has Transformer Engine's: it names the schedules.
-  For hybrid models two schedules stand for all: a chunk per rank, and two in a V.
+  For hybrid models two schedules stand for all: a chunk per rank, and two in a V. An empty cell was not tested here:
+  packed samples of a hybrid model are trained in `test_te_jobs.py`.
 - `test_same_result.py` trains all ten with tensor, sequence and data parallelism and with the distributed optimizer.
 - If more than its linear uses a weight, such as a regularizer, its gradient comes in two parts, one in I and one in W.
   Sums have another order, and hooks of the weight see the two parts
