@@ -33,17 +33,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = tier_of(item)
         item.add_marker(tier)
         by_night = tier == "nightly" and not config.getoption("--nightly")
-        if by_night or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
+        another = item.get_closest_marker("another_model")
+        others = another is not None and not any(schedule in another.args[1:] for _, schedule, _ in _shown(item))
+        if by_night or others or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
             items.remove(item)
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The tier of a test: as its case is marked, else itself, else its file. Whole jobs without a mark run at night."""
+    """The tier of a test: as its case is marked, else itself, else its file. Whole jobs without a mark run at night.
+
+    So do tests that another file has, with another model.
+    """
+    if item.get_closest_marker("another_model"):
+        return "nightly"
     of_case = item.callspec.marks if hasattr(item, "callspec") else []
     marked = (mark.name for mark in (*of_case, *item.iter_markers()) if mark.name in TIERS)
     return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
+
+
+def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:
+    """Features that a test shows, each with the schedule and the model; the model is "GPT" where no mark names one."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    another = item.get_closest_marker("another_model")
+    model = "GPT" if another is None else another.args[0]
+    for mark in item.iter_markers("feature"):
+        feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
+        yield feature, schedule, mark.kwargs.get("model", model)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Features:
-    """Notes what each test with the mark ``feature`` shows: feature, schedule, and how it went."""
+    """Notes what each test with the mark ``feature`` shows: feature, schedule, model, and how it went."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,10 +77,13 @@ class _Features:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            for mark in item.iter_markers("feature"):
-                parameters = item.callspec.params if hasattr(item, "callspec") else {}
-                feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
-                self._found[item.nodeid] = {"feature": feature, "schedule": schedule, "test": item.nodeid}
+            for feature, schedule, model in _shown(item):
+                self._found[item.nodeid] = {
+                    "feature": feature,
+                    "schedule": schedule,
+                    "model": model,
+                    "test": item.nodeid,
+                }
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = self._found.get(report.nodeid)

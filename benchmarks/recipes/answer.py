@@ -35,7 +35,6 @@ SEARCH_SECONDS = 0.5
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
 _NO_FIGURES = {
     "enable_hyper_connections": "hyper-connections",
-    "hybrid_layer_pattern": "layers other than attention and MLP",
     "peft": "adapters",
 }
 _UNKNOWN = {
@@ -205,9 +204,7 @@ def _read(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int]:
     """Returns the job, and its chunks of a rank under stock's schedule."""
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or _chunks(args) or 1
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
-    # Memory of hybrid models is not estimated.
-    device = "" if getattr(args, "hybrid_layer_pattern", None) else f"x{gib:g}GiB"
-    args.pipeline_schedule, args.pipeline_dry_run = "1f1b", f"{args.world_size}{device}"
+    args.pipeline_schedule, args.pipeline_dry_run = "1f1b", f"{args.world_size}x{gib:g}GiB"
     check_bounds(args)
     spec = completed(spec_of(args), args)
     validate(spec)

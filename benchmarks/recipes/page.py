@@ -319,7 +319,7 @@ have experts, is taken as free, so the real gain is larger.
 """
 _NOT_COUNTED = """## Not counted
 
-- Low-rank adapters (`peft`), hyper-connections and hybrid models: no figures are given.
+- Low-rank adapters (`peft`) and hyper-connections: no figures are given.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
 - CUDA graphs: neither their memory nor their speed.

@@ -64,11 +64,17 @@ NEMOTRON = """--hidden-size 4096 --num-attention-heads 32 --group-query-attentio
     --ffn-hidden-size 21504 --seq-length 8192 --vocab-size 131072 --disable-bias-linear --normalization RMSNorm
     --position-embedding-type none --untie-embeddings-and-output-weights --bf16 --mamba-num-heads 128
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
+# Without its prediction layers: the config of NVIDIA-Nemotron-3-Super-120B-A12B.
+SUPER = f"""--hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128
+    --num-experts 512 --moe-router-topk 22 --moe-ffn-hidden-size 2688 --moe-latent-size 1024
+    --moe-shared-expert-intermediate-size 5376 --mamba-num-heads 128 --seq-length 4096 --vocab-size 131072
+    --disable-bias-linear --normalization RMSNorm --position-embedding-type none --untie-embeddings-and-output-weights
+    --bf16 --hybrid-layer-pattern {"MEMEMEM*E" + 2 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"}"""
 QWEN = f"""--hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 256
     --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
-    --moe-shared-expert-gate --swiglu --seq-length 4096 --vocab-size 151936 --disable-bias-linear --qk-layernorm
-    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16
-    --hybrid-layer-pattern {"GEGEGE*E" * 12}"""
+    --moe-shared-expert-gate --attention-output-gate --swiglu --seq-length 4096 --vocab-size 151936
+    --disable-bias-linear --qk-layernorm --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --bf16 --hybrid-layer-pattern {"GEGEGE*E" * 12}"""
 
 
 @pytest.mark.parametrize(
@@ -76,10 +82,12 @@ QWEN = f"""--hidden-size 2048 --num-attention-heads 16 --group-query-attention -
     [
         # arXiv 2504.03624, tables 1 and 2: 8B, of 52 layers.
         (NEMOTRON, 8.1, 0.005),
-        # Qwen3-Next-80B-A3B's card: 80B. Gates of its attention are not counted.
+        # Qwen3-Next-80B-A3B's card: 80B.
         (QWEN, 80.0, 0.01),
+        # Its card: 120B.
+        (SUPER, 120.0, 0.01),
     ],
-    ids=["Nemotron-H-8B", "Qwen3-Next"],
+    ids=["Nemotron-H-8B", "Qwen3-Next", "Nemotron-3-Super"],
 )
 def test_published_hybrid_models_have_their_parameters(flags: str, billions: float, within: float) -> None:
     counts = parameters(Model("hybrid", flags).whole)

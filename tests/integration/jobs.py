@@ -51,6 +51,7 @@ from tests.integration import (
     fake_wandb,
     fused_kernels,
     held_in_jobs,
+    hybrid_script,
     kernel_attention,
     low_rank,
     ordered_samples,
@@ -116,11 +117,11 @@ def train(
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of
     several "documents", "packed" with documents, with "conversations", or from the user's "own loader". Or a script
-    reads documents where "Megatron says", or "at the ends" alone: see :mod:`.reading_script`. With ``adapters`` only
-    low-rank ones beside every linear are trained. ``attention`` is stock's local one, or "plain": see
-    :mod:`.plain_attention`. Where there are ``orders``, each rank takes the microbatches of each iteration in its
-    own: see :mod:`.ordered_samples`. With ``streams`` the model has several residual streams: see
-    :mod:`.residual_streams`.
+    reads documents where "Megatron says", or "at the ends" alone: see :mod:`.reading_script`. Or it is a "hybrid
+    script": see :mod:`.hybrid_script`. With ``adapters`` only low-rank ones beside every linear are trained.
+    ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
+    several residual streams: see :mod:`.residual_streams`.
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
@@ -600,6 +601,8 @@ def _rank(
         _attend_to_packed(seen["shapes"], local="local" in flags)
     if samples in ("Megatron says", "at the ends"):
         reading_script.put_in_place(samples)
+    if samples == "hybrid script":
+        hybrid_script.put_in_place()
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]

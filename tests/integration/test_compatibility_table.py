@@ -31,7 +31,7 @@ def test_the_table_is_of_the_tests_there_are(tmp_path: Path) -> None:
     ]
     subprocess.run([*command, "tests/integration"], cwd=ROOT, check=True, capture_output=True, timeout=300)
     committed = json.loads((ROOT / "docs" / "compatibility.json").read_text())
-    identity = ("feature", "schedule", "test")
+    identity = ("feature", "schedule", "model", "test")
     assert [[found[key] for key in identity] for found in json.loads(collected.read_text())] == [
         [found[key] for key in identity] for found in committed
     ], "run scripts/run_compatibility.sh"

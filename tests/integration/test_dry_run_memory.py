@@ -62,6 +62,7 @@ IN_FULL = {
     ),
     "full recompute of a layer a stage": ("v-half", 1, f"{BF16} {FULL} block --recompute-num-layers 1"),
     "selective recompute": ("v-half", 1, f"{BF16} --recompute-granularity selective"),
+    "gated attention": ("v-half", 1, f"{BF16} {MODERN} --attention-output-gate"),
     "recomputed by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-save-memory recompute"),
     "offloaded by the plan": (
         "adaptive",
@@ -165,6 +166,8 @@ TE_IN_FULL = {
     "bf16": ("v-half", 1, "8.0", MODERN),
     "bf16, sequence parallel": ("zb-1p", 2, "8.0", f"{MODERN} {SEQUENCE}"),
     "bf16, experts": ("zb-1p", 1, "8.0", TE_MOE),
+    "bf16, norms of heads": ("v-half", 1, "8.0", f"{MODERN} --qk-layernorm"),
+    "bf16, gated attention": ("zb-1p", 1, "8.0", f"{MODERN} --attention-output-gate"),
     "blockwise, biases": ("v-min", 1, "9.0", f"{FP8} blockwise"),
     "delayed, experts": ("zb-1p", 1, "9.0", f"{TE_FP8_MOE} {FP8} delayed"),
     "tensorwise, gradients not fused": (
@@ -245,7 +248,9 @@ HYBRIDS_IN_FULL = {
         f"{MODERN} {HYBRID} *-*-*-*- --vocab-size 2000 --pipeline-vocabulary-parallel",
     ),
     "dense, in a V": ("v-half", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-"),
+    "experts of a latent width": ("v-half", 1, "9.0", f"{TE_MOE} --moe-latent-size 64 {HYBRID} *E*E*E*E"),
     "biases": ("zb-1p", 1, "9.0", f"{HYBRID} *-*-*-*-"),
+    "gated attention": ("v-half", 1, "9.0", f"{MODERN} --attention-output-gate --qk-layernorm {HYBRID} *-*-*-*-"),
     "latent attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {HYBRID} +-+-+-+-"),
     "sequence parallel": ("v-half", 2, "9.0", f"{MODERN} {SEQUENCE} {HYBRID} *-*-*-*-"),
     "multi-token prediction": ("zb-1p", 1, "9.0", f"{MODERN} {HYBRID} *-*-*-*-/*-"),

@@ -210,7 +210,8 @@ def unequal(ours: Sequence[Graphed], wanted: Sequence[Graphed]) -> list[str]:
 def cases() -> Iterator[ParameterSet]:
     """All jobs, with the row of docs/compatibility.md that each belongs to."""
     for name, job in JOBS.items():
-        feature = pytest.mark.feature(f"CUDA graphs of {WHAT[job.graphs]}", job.schedule.split()[0])
+        model = "hybrid" if "--hybrid-layer-pattern" in job.flags else "GPT"
+        feature = pytest.mark.feature(f"CUDA graphs of {WHAT[job.graphs]}", job.schedule.split()[0], model=model)
         yield pytest.param(name, marks=[feature] if name in DAY else [feature, pytest.mark.nightly])
 
 

@@ -26,7 +26,7 @@ def hybrid(pattern: str) -> tuple[str, ...]:
 
 
 @pytest.mark.job
-@pytest.mark.feature("hybrid models")
+@pytest.mark.feature("layers of every kind, stages as the pattern says", model="hybrid")
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training, schedule: str) -> None:
     """Stock runs its 1F1B, or interleaves the same segments round the ranks."""

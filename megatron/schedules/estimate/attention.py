@@ -33,7 +33,13 @@ _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 
 def _linears(build: Build) -> tuple[LinearShape, LinearShape]:
     hidden, queries = build.shape.hidden, build.queries / build.tensor
-    return LinearShape(hidden, queries + 2 * float(build.groups * build.head)), LinearShape(queries, hidden)
+    into = queries + _gates(build) + 2 * float(build.groups * build.head)
+    return LinearShape(hidden, into), LinearShape(queries, hidden)
+
+
+def _gates(build: Build) -> float:
+    """Numbers per token that multiply attention's output, each through a sigmoid."""
+    return build.queries / build.tensor if build.output_gates else 0.0
 
 
 def _work(build: Build) -> PartWork:
@@ -62,7 +68,8 @@ def _activations(build: Build, operand: float) -> Layer:
     Queries, keys and values are views of one tensor, which stays allocated as long as any of them is not copied.
     """
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
-    together = queries + 2 * keys
+    gates = _gates(build)
+    together = queries + gates + 2 * keys
     grouped = build.groups * build.head < queries
     changed = build.rotary or build.head_norms
     if grouped and not build.shape.fused:
@@ -70,16 +77,25 @@ def _activations(build: Build, operand: float) -> Layer:
         alone = build.groups == 1 and build.samples == 1 and not changed
         kept = 2 * queries + (together if alone else queries)
     elif build.contiguous:
-        kept = together
+        kept = together - gates
     else:
         kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
+    statistics = 0.0
+    if build.head_norms and build.contiguous:  # Transformer Engine's norms copy what is not contiguous, and keep that
+        kept += queries + keys
+        statistics = (2 if build.two_norms else 1) * SINGLE * (build.shape.heads / build.tensor + build.groups)
     if build.rotary and not build.fused_rotary:
         kept += 4 * build.head / build.samples  # sines and cosines, for queries and for keys
-    scored = shared(build, operand, kept=build.shape.fused) * queries
+    if gates:  # the product is another tensor than what attention gives; torch's own keep sigmoids, a kernel the gates
+        scored = (build.number + operand) * queries + (SINGLE if build.plain else build.number) * gates
+    else:
+        scored = shared(build, operand, kept=build.shape.fused) * queries
     return {
         **around_part(build, into_linear(build, operand)),
         "core_attn": scores_kept(build),
-        "attention": Kept(build.number * kept + scored, operand * together + for_rows(build, operand, queries)),
+        "attention": Kept(
+            build.number * kept + statistics + scored, operand * together + for_rows(build, operand, queries)
+        ),
     }
 
 

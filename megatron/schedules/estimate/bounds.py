@@ -34,7 +34,8 @@ _FLAGS = (
         "dsa-indexer-head-dim dsa-indexer-n-heads dsa-indexer-topk ffn-hidden-size hidden-size kv-channels "
         "kv-lora-rank linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads "
         "linear-value-head-dim make-vocab-size-divisible-by mamba-head-dim mamba-num-groups mamba-num-heads "
-        "mamba-state-dim micro-batch-size moe-ffn-hidden-size q-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim",
+        "mamba-state-dim micro-batch-size moe-ffn-hidden-size moe-latent-size q-lora-rank qk-head-dim "
+        "qk-pos-emb-head-dim v-head-dim",
     ),
     (0, _TOKENS, "global-batch-size"),
     (1, _TOKENS, "max-position-embeddings padded-vocab-size seq-length vocab-size"),

@@ -87,6 +87,7 @@ class Build:
         attention_biases: true if the linear into attention has a bias in any case.
         two_norms: true if norms have a shift besides their scale: layer norm, not RMS norm.
         head_norms: true if each head's queries and keys are normed.
+        output_gates: true if attention's output is gated.
         shared_gate: true if shared experts have a gate.
         positions: number of learned positions; 0 without.
         rotary: true if positions are rotary.
@@ -119,6 +120,7 @@ class Build:
     attention_biases: bool = False
     two_norms: bool = True
     head_norms: bool = False
+    output_gates: bool = False
     shared_gate: bool = False
     positions: int = 0
     rotary: bool = False

@@ -45,6 +45,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         attention_biases=args.add_qkv_bias,
         two_norms=args.normalization == "LayerNorm",
         head_norms=args.qk_layernorm,
+        output_gates=args.attention_output_gate,
         shared_gate=args.moe_shared_expert_gate,
         positions=(args.max_position_embeddings or 0) if learned and args.add_position_embedding else 0,
         rotary=args.position_embedding_type in ("rope", "yarn", "mrope") or args.use_rotary_position_embeddings,

@@ -23,9 +23,9 @@ from megatron.schedules.estimate.parts import (
 from megatron.schedules.estimate.shape import Experts
 
 
-def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: float = 1.0) -> tuple[LinearShape, ...]:
+def _linears(build: Build, inner: float, tensor: int) -> tuple[LinearShape, ...]:
     hidden, wide = build.shape.hidden, (2 if build.shape.gated else 1) * inner / tensor
-    return LinearShape(hidden, wide, rows, parts), LinearShape(inner / tensor, hidden, rows, parts)
+    return LinearShape(hidden, wide), LinearShape(inner / tensor, hidden)
 
 
 def _inner(build: Build) -> float:
@@ -80,8 +80,20 @@ def _experts(build: Build) -> Experts:
 
 def _routed(build: Build) -> tuple[LinearShape, ...]:
     experts = _experts(build)
-    rows = experts.chosen * build.expert_tensor / build.tensor
-    return _linears(build, experts.inner, build.expert_tensor, rows, max(1.0, experts.number))
+    many = {"rows": experts.chosen * build.expert_tensor / build.tensor, "parts": max(1.0, experts.number)}
+    into, out = _linears(build, experts.inner, build.expert_tensor)
+    return into._replace(inner=_read_by(build), **many), out._replace(out=_read_by(build), **many)
+
+
+def _read_by(build: Build) -> float:
+    """Width of what experts read and give."""
+    return float(_experts(build).latent or build.shape.hidden)
+
+
+def _projections(build: Build) -> tuple[LinearShape, ...]:
+    """Linears around experts with a width of their own. Each tensor-parallel rank has both whole, for its tokens."""
+    hidden, latent, rows = build.shape.hidden, _experts(build).latent, 1 / between(build)
+    return (LinearShape(hidden, latent, rows), LinearShape(latent, hidden, rows)) if latent else ()
 
 
 def _shared_by_all(build: Build) -> tuple[LinearShape, ...]:
@@ -91,11 +103,11 @@ def _shared_by_all(build: Build) -> tuple[LinearShape, ...]:
 
 def _experts_work(build: Build) -> PartWork:
     experts = _experts(build)
-    linears = (*_routed(build), *_shared_by_all(build))
+    linears = (*_routed(build), *_projections(build), *_shared_by_all(build))
     return PartWork(
         linears,
         moved=_moved(build, experts.inner * experts.chosen + experts.shared),
-        routed=2.0 * build.shape.hidden * experts.chosen / build.tensor,
+        routed=2.0 * _read_by(build) * experts.chosen / build.tensor,
         modules={"moe": (flops(linears), 0.0)},
     )
 
@@ -103,6 +115,7 @@ def _experts_work(build: Build) -> PartWork:
 def _experts_parameters(build: Build) -> Count:
     hidden, for_all = build.shape.hidden, _shared_by_all(build)
     dense = norm_parameters(build, hidden) + float(hidden * build.experts)  # the router
+    dense += _counted(build, _projections(build))
     if for_all:
         dense += _counted(build, for_all) + (hidden if build.shared_gate else 0.0)
     return Count(dense, _counted(build, _routed(build)))
@@ -110,10 +123,10 @@ def _experts_parameters(build: Build) -> Count:
 
 def _experts_activations(build: Build, operand: float) -> Layer:
     experts = _experts(build)
-    hidden, chosen, width = build.shape.hidden, experts.chosen, build.shape.hidden / between(build)
+    chosen, width = experts.chosen, build.shape.hidden / between(build)
     # Tokens are split over tensor-parallel ranks and gathered by those of an expert, evenly over experts.
     rows = chosen * build.expert_tensor / build.tensor
-    outer = operand * rows * hidden
+    outer = operand * rows * _read_by(build)
     routed = _inside(build, operand, experts.inner / build.expert_tensor, rows, scaled=True)
     # Scores of all experts; numbers, places and weights of the chosen ones.
     router = (8.0 * build.experts + 22.0 * chosen) / between(build)
@@ -125,6 +138,10 @@ def _experts_activations(build: Build, operand: float) -> Layer:
         "moe_act": Kept(second),
         "moe": routed.plus(Kept(outer - second, 2 * outer + second)),
     }
+    if experts.latent:
+        latent = operand * experts.latent / between(build)
+        read = 0.0 if experts.shared else operand * width  # shared experts keep it too
+        parts["moe"] = parts["moe"].plus(Kept(latent, 2 * latent + operand * width + read))
     if experts.shared:
         inner = experts.shared / build.tensor
         copy = (shared(build, operand, kept=True) - build.number) * width  # of the router's input

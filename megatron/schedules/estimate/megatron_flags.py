@@ -20,10 +20,11 @@ Flags = Mapping[str, tuple[Callable[[Any], Any] | tuple[Callable[[Any], Any], in
 # Switches that are off, and on, without the flag; and whole numbers without a default.
 _OFF = """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
-    add-qkv-bias bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16 fp32-residual-connection fp4-param-gather
-    fp8-output-proj fp8-param-gather grad-reduce-in-bf16 group-query-attention moe-shared-expert-gate
-    multi-latent-attention optimizer-cpu-offload overlap-moe-expert-parallel-comm qk-layernorm sequence-parallel swiglu
-    use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
+    add-qkv-bias attention-output-gate bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16
+    fp32-residual-connection fp4-param-gather fp8-output-proj fp8-param-gather grad-reduce-in-bf16
+    group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload
+    overlap-moe-expert-parallel-comm qk-layernorm sequence-parallel swiglu use-distributed-optimizer
+    use-precision-aware-optimizer use-rotary-position-embeddings
 """
 _ON = """
     disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
@@ -32,8 +33,8 @@ _ON = """
 _INTEGERS = """
     dsa-indexer-head-dim dsa-indexer-n-heads dsa-indexer-topk expert-tensor-parallel-size ffn-hidden-size
     global-batch-size hidden-size kv-channels mamba-num-heads max-position-embeddings micro-batch-size
-    moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads num-experts
-    num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
+    moe-ffn-hidden-size moe-latent-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads
+    num-experts num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
 """
 FLAGS: Flags = {
     **{f"--{name}": (None, False) for name in _OFF.split()},
@@ -136,6 +137,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
             chosen=args.moe_router_topk,
             number=args.num_experts / args.expert_model_parallel_size,
             shared=args.moe_shared_expert_intermediate_size or 0,
+            latent=args.moe_latent_size or 0,
         )
     layers, ahead = model_layers(args)
     parts = {*"".join(layers + ahead)}

@@ -32,12 +32,14 @@ class Experts(NamedTuple):
         chosen: experts per token.
         number: experts on each device.
         shared: width of the experts that process all tokens.
+        latent: width of what experts read and give, between two projections of all tokens; 0 for the hidden states.
     """
 
     inner: int
     chosen: int
     number: float
     shared: int = 0
+    latent: int = 0
 
 
 class Mamba(NamedTuple):

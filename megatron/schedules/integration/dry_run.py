@@ -73,8 +73,7 @@ def _table(job: JobPlan) -> str:
     spec, build = job.spec, job.spec.build
     assert build is not None, "memory is known"
     kernel = "in one kernel" if build.shape.fused else "with its scores kept"
-    # All layers of a hybrid model are.
-    layers = spec.stock.transformer_impl if spec.layers.pattern is None else "transformer_engine"
+    layers = "transformer_engine" if build.contiguous else "local"
     quantized = f", linears in {build.quantized}" if build.quantized else ""
     lines = [
         f"activations as layers of {layers} keep them, attention {kernel}{quantized}",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
@@ -26,6 +27,7 @@ from megatron.schedules.runtime.control_messages import of_all_ranks
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Stock's names of the two tables, in a model and in checkpoints."""
+_EXTRA = "_extra_state"
 
 
 class TokensSeen(BaseException):
@@ -65,7 +67,7 @@ class VocabularyPart(torch.nn.Module):
     ) -> dict[str, Any]:
         """Saves its position in the whole table, so that any other split can load it. Arguments as stock's."""
         key, copy = self._named(f"{prefix}weight")
-        replica = int(copy), 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        replica = int(copy), 0, _replica()
         position = 0, self._piece, self._pieces
         return {
             f"{prefix}weight": ShardedTensor.from_rank_offsets(
@@ -128,6 +130,7 @@ class OutputPart(VocabularyPart):
         self.tied = tied
         self._hidden: Tensor | None = None
         self._labels: Tensor | None = None
+        self._register_load_state_dict_pre_hook(_with_extra_state)
 
     def forward(self, input: Any = None, *_: Any, **__: Any) -> Any:
         """Keeps the hidden states ``input`` and returns them in place of logits, which :meth:`losses` ignores."""
@@ -155,8 +158,31 @@ class OutputPart(VocabularyPart):
             )
         return hidden, labels
 
+    def get_extra_state(self) -> None:
+        """Returns None, as stock's output layer does."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignores ``state``, as stock's output layer does."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Adds the empty extra state of stock's output layer, which hybrid models save and load; a GPT drops it."""
+        name = f"{prefix}{_EXTRA}"
+        state = ShardedObject(name, None, (1,), (0,), replica_id=(self._piece, 0, _replica()))
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | {name: state}
+
     def _named(self, name: str) -> tuple[str, bool]:
         return (name.removesuffix(OUTPUT) + EMBEDDING, True) if self.tied else super()._named(name)
+
+
+def _with_extra_state(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets a state without the empty extra state be loaded, as stock does."""
+    state.setdefault(f"{prefix}{_EXTRA}")
+
+
+def _replica() -> int:
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 class VocabularyParts(NamedTuple):
