@@ -5,6 +5,7 @@ What a job reaches of these peaks is in :mod:`.calibration`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron.schedules.estimate.build import Quantized
@@ -117,3 +118,12 @@ DEVICES = {
         ),
     )
 }
+
+# Each device's name without its memory.
+SHORT = {name.partition("-")[0]: device for name, device in DEVICES.items()}
+
+
+def named(text: str) -> Device | None:
+    """Returns the device that ``text`` names, such as ``H100`` or ``NVIDIA H100 80GB HBM3``; None if it is none."""
+    words = re.findall(r"[A-Z]+\d+[A-Z]*", text.upper())
+    return next((SHORT[word] for word in words if word in SHORT), None)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from megatron.schedules.estimate.calibration import ERRORS
+from megatron.schedules.estimate.devices import named
+from megatron.schedules.job.job_costs import on_gpu
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.printable import amount, counted, percent
 
 
@@ -32,6 +36,20 @@ def summary(job: JobPlan) -> str:
             f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
         ]
     return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def estimated(job: JobPlan) -> str | None:
+    """Says how long an iteration takes on the job's GPU, and how exact that is; None if the GPU is not known."""
+    device, batch, spec = named(job.spec.gpu), job.schedule.microbatches, job.spec
+    costs = on_gpu(spec)
+    if device is None or costs is None or spec.build is None:
+        return None
+    seconds = simulate(job.schedule, costs.on(job.schedule.placement, job.request.decisions)).makespan / 1e3
+    tokens = batch * spec.build.samples * spec.build.shape.sequence / (seconds * spec.sizes.of_replica)
+    return (
+        f"on {spec.sizes.world} {device.name} the pipeline takes {seconds:.3g} s an iteration, {tokens:,.0f} tokens/s "
+        f"a GPU ({ERRORS}); {spec.flags['measure']} measures it"
+    )
 
 
 def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:
