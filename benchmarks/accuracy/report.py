@@ -55,7 +55,7 @@ class Run:
 
     Args:
         name: model, GPU and sizes.
-        microbatches: those of an iteration with which the stock schedules fit best.
+        microbatches: those of an iteration with which the speeds fit best.
         speeds: for each schedule its speed relative to 1F1B, predicted and measured.
         memory: for each schedule its memory relative to 1F1B, predicted and measured.
         tokens: tokens per second and GPU of 1F1B, predicted and measured.
@@ -131,7 +131,7 @@ def runs(say: Callable[[str], None]) -> list[Run]:
         sizes = f"TP{row.tensor} PP{row.pipeline} EP{row.expert}"
         say(f"schedules of {row.name} on {row.gpu}")
         tried = [_run(f"{row.name} on {row.gpus} {row.gpu}, {sizes}", row, record, n) for n in record["microbatches"]]
-        found.append(min(tried, key=_off_stock))
+        found.append(min(tried, key=_off))
     return found
 
 
@@ -152,9 +152,9 @@ def _run(name: str, row: Row, record: Mapping[str, Any], microbatches: int) -> R
     )
 
 
-def _off_stock(run: Run) -> float:
-    """Distance of stock's other schedule, which splits nothing, from its measurement."""
-    return sum(abs(a - b) for name, (a, b) in run.speeds.items() if name.startswith("interleaved"))
+def _off(run: Run) -> float:
+    """Distance of all speeds from their measurements."""
+    return sum(abs(predicted - found) for predicted, found in run.speeds.values())
 
 
 def _ordered(

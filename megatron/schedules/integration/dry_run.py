@@ -14,7 +14,7 @@ from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
-from megatron.schedules.job.plan_summary import estimated, summary
+from megatron.schedules.job.plan_summary import summary
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import written
 from megatron.schedules.job.values import DryRun
@@ -42,8 +42,6 @@ def dry_run(job: JobPlan) -> NoReturn:
         refuse(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
     sys.stdout.write(f"{_heading(job.spec.sizes, source)}\n{summary(job)}\n")
     sys.stdout.write(f"{_table(job)}\n")
-    if (told := estimated(job)) is not None:
-        sys.stdout.write(f"{told}\n")
     status = 0
     if room is not None:
         sys.stdout.write(verdict(job.worst, _rank(job, job.worst), room) + "\n")

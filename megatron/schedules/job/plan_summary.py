@@ -27,6 +27,7 @@ def summary(job: JobPlan) -> str:
         f"planned peak activation memory {', '.join(told)}, and {counted(max(job.messages), 'message')} at most",
         f"planned for {job.assumed}",
         *([job.left_out] if job.left_out else []),
+        *([told] if (told := _estimated(job)) is not None else []),
         *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
     ]
     hidden, exposed = timeline.messages
@@ -38,17 +39,18 @@ def summary(job: JobPlan) -> str:
     return "\n".join(f"pipeline schedule: {line}" for line in lines)
 
 
-def estimated(job: JobPlan) -> str | None:
-    """Says how long an iteration takes on the job's GPU, and how exact that is; None if the GPU is not known."""
+def _estimated(job: JobPlan) -> str | None:
+    """Says how long an iteration takes on the job's GPU, and how exact that is; None if that is not estimated."""
     device, batch, spec = named(job.spec.gpu), job.schedule.microbatches, job.spec
-    costs = on_gpu(spec)
+    costs = on_gpu(spec) if spec.settings.costs is None else None
     if device is None or costs is None or spec.build is None:
         return None
     seconds = simulate(job.schedule, costs.on(job.schedule.placement, job.request.decisions)).makespan / 1e3
     tokens = batch * spec.build.samples * spec.build.shape.sequence / (seconds * spec.sizes.of_replica)
+    measure = f"; {spec.flags['measure']} measures it" if "measure" in spec.flags else ""
     return (
         f"on {spec.sizes.world} {device.name} the pipeline takes {seconds:.3g} s an iteration, {tokens:,.0f} tokens/s "
-        f"a GPU ({ERRORS}); {spec.flags['measure']} measures it"
+        f"a GPU ({ERRORS}){measure}"
     )
 
 
