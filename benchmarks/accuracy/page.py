@@ -204,7 +204,8 @@ another GPU. Those of the second kind have the same model, precision and GPU in 
 whose measurements differ by less than 1 % are left out.
 """
 _SCHEDULES = """AMD measured schedules in Primus. It does not say how many microbatches there were. Shown is the number
-of some plausible ones with which the speeds fit best. All figures but tokens are relative to 1F1B. Memory is that of the fullest rank; what AMD measured contains the allocator's reserves.
+of some plausible ones with which the speeds fit best. All figures but tokens are relative to 1F1B. Memory is that of
+the fullest rank; what AMD measured contains the allocator's reserves.
 """
 _RUN_HEADS = (
     ("schedule", ""),
