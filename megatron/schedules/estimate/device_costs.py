@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.schedules.estimate.model_build import TrainedModel, with_messages
 from megatron.schedules.estimate.parts import Count
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.schedule.cost_parts import LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_loads import Part
 
 
 def device_costs(
@@ -43,7 +46,18 @@ def device_costs(
     )
     if hides:
         layers = with_messages(layers, build, roofline)
+    # Embedding and output layer are never split.
+    price = 1 + roofline.splitting
+    of_parts = replace(of_parts, first=_unsplit(of_parts.first, price), last=_unsplit(of_parts.last, price))
     return Costs(layers, of_parts, Link(roofline.message(model.message_bytes, same_node=same_node)))
+
+
+def _unsplit(part: Part, price: float) -> Part:
+    """Returns the load of a part whose backward takes less than that of split layers by ``price``."""
+    whole = part.whole
+    return part._replace(
+        whole=whole._replace(input_grad=whole.input_grad / price, weight_grad=whole.weight_grad / price)
+    )
 
 
 def optimizer_seconds(model: TrainedModel, roofline: Roofline, most: Count, data: int) -> float:

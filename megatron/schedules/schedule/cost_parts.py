@@ -114,11 +114,6 @@ class LayerTimes:
             return [self.stock_recompute] * len(counts)
         return [self.stock_recompute * min(count, first) / max(count, 1) for count in counts]
 
-    @property
-    def _price(self) -> float:
-        """The price of a split backward, as a part of I and W."""
-        return self.splitting / (self.input_grad + self.weight_grad)
-
     def saved_by_wholes(self, one: float, layers: Sequence[Load]) -> tuple[float, ...]:
         """Returns the price of a split backward on each stage; empty without.
 
@@ -127,9 +122,9 @@ class LayerTimes:
         """
         if not self.splitting:
             return ()
+        share = self.splitting / (self.input_grad + self.weight_grad)
         return tuple(
-            one * self._price * (self.input_grad * load.input_grad + self.weight_grad * load.weight_grad)
-            for load in layers
+            one * share * (self.input_grad * load.input_grad + self.weight_grad * load.weight_grad) for load in layers
         )
 
     def on_stages(self, one: float, layers: Sequence[Load], ends: Sequence[Load], repeated: Sequence[float]) -> _ByKind:
@@ -143,9 +138,7 @@ class LayerTimes:
         """
         forward, input_grad, weight_grad = self.passes
         stages = list(zip(layers, ends, repeated, strict=True))
-        # They are never split.
-        backward = 1.0 - self._price
-        whole = [backward * (input_grad * end.input_grad + weight_grad * end.weight_grad) for end in ends]
+        whole = [input_grad * end.input_grad + weight_grad * end.weight_grad for end in ends]
         split = [(input_grad + again * forward) * load.input_grad for load, _, again in stages]
         return {
             Kind.F: tuple(one * (forward * load.forward + forward * end.forward) for load, end, _ in stages),
