@@ -280,8 +280,8 @@ _HEAD = """# NVIDIA's recipes
 Can you train your recipe with a schedule of this package, and what do you gain? Megatron-Bridge 0.6.2 has performance
 recipes for H100, B200, B300, GB200, GB300 and VR200. This page has a row for [each](#every-recipe) with pipeline
 parallelism. All figures are planned. Nothing on this page was measured on a GPU. In short: a schedule of this package
-pays where stock runs plain 1F1B, where microbatches are few, and where memory decides. It does not pay where stock
-interleaves with many microbatches, or where a CUDA graph of the whole iteration would be lost.
+pays where stock runs plain 1F1B, and where memory decides. It does not pay where stock interleaves with balanced
+layers, or where a CUDA graph of the whole iteration would be lost.
 
 """
 _BLOCKED = """These settings have to be left out. The first number counts the recipes with a setting. The second one
@@ -341,8 +341,8 @@ buys: `v-half` without any recompute. *Time* is its planned iteration time over 
 and levelled layers. It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where
 all but a few layers have experts, is taken as free, so the real gain is larger.
 """
-_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}: one for each model and GPU.
-Gains are over stock's schedule with its own CUDA graphs, its own overlap, and levelled layers. All are medians:
+_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}: about one for each model and
+GPU. The others were not planned again. Gains are over stock's schedule with its own CUDA graphs, its own overlap, and levelled layers. All are medians:
 """
 # A gain or a loss that is worth a word, and microbatches of a rank that are few.
 _CLAIMED, _FEW = 0.01, 4
