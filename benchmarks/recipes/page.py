@@ -328,8 +328,9 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it; bold if it is more than the GPU has;
   ≈ if a part of the model is [not counted](#not-counted)
 - *Balance*: time that stock spares with levelled layers, without this package. *Schedule*: time that our schedule
-  spares on top, with stock's pass times. *Others*: what experts' messages behind weight gradients spare, less what the
-  recipe loses: its CUDA graph of a whole iteration, for which graphs of parts of layers stand in, and its own overlap.
+  spares on top, with stock's pass times and the [price of splitting](accuracy.md) backwards. *Others*: what experts'
+  messages behind weight gradients spare, less what the recipe loses: its CUDA graph of a whole iteration, for which
+  graphs of parts of layers stand in, and its own overlap.
   *Gain*: schedule and others together. It is at most 1 % where our bubble is larger than that of stock with levelled
   layers, which these estimates are not exact enough to outweigh
 - Without times: the recipe was not planned with the times of its GPU
@@ -342,7 +343,8 @@ and levelled layers. It counts large matrix products only: recompute of `layerno
 all but a few layers have experts, is taken as free, so the real gain is larger.
 """
 _GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}: about one for each model and
-GPU. The others were not planned again. Gains are over stock's schedule with its own CUDA graphs, its own overlap, and levelled layers. All are medians:
+GPU. The others were not planned again. Gains are over stock's schedule with its own CUDA graphs, its own overlap, and
+levelled layers. All are medians:
 """
 # A gain or a loss that is worth a word, and microbatches of a rank that are few.
 _CLAIMED, _FEW = 0.01, 4
