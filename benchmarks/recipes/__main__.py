@@ -86,7 +86,8 @@ def main(
     if names and folder is None:
         raise PlanError(f"--bridge is missing: the unpacked wheel of megatron-bridge, which has {names[0]}")
     if (acceptance or plans) and not known:
-        raise PlanError("--acceptance and --plans need the recipes' plans: name their file with --json")
+        flag = "--acceptance" if acceptance else "--plans"
+        raise PlanError(f"{flag} needs the recipes' plans: name their file with --json")
     asked = [(each, arguments.of_script(Path(each), gpus or 1), device) for each in scripts]
     done = {name for name, each in known.items() if each.ours is None or each.auto is not None or not seconds}
     of_bridge = iter(()) if folder is None else _of_bridge(folder, names or sorted(known) * (acceptance or plans), done)

@@ -163,8 +163,7 @@ def _gained(answers: Sequence[Answer]) -> list[str]:
         "CUDA graphs of whole iterations are lost": [pair for pair in timed if "cuda_graph_impl" in pair[0].left_out],
         "all others": [pair for pair in timed if "cuda_graph_impl" not in pair[0].left_out],
     }
-    heads = (("recipes", ""), ("number", ""), ("balance", ""), ("schedule", ""), ("others", ""), ("gain", ""))
-    heads += (("gain of 1 % or more", ""), ("loss of 1 % or more", ""))
+    names = "recipes", "number", "balance", "schedule", "others", "gain", "gain of 1 % or more", "loss of 1 % or more"
     rows = [
         [
             name,
@@ -176,7 +175,7 @@ def _gained(answers: Sequence[Answer]) -> list[str]:
         for name, pairs in groups.items()
         if pairs
     ]
-    return [_GAINED.format(len(timed), len(answers)), markdown(heads, rows)]
+    return [_GAINED.format(len(timed), len(answers)), markdown([(name, "") for name in names], rows)]
 
 
 def _is_short(answer: Answer) -> bool:

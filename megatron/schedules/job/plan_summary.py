@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.schedules.estimate.calibration import ERRORS
 from megatron.schedules.estimate.devices import named
 from megatron.schedules.job.job_costs import on_gpu
@@ -27,7 +29,7 @@ def summary(job: JobPlan) -> str:
         f"planned peak activation memory {', '.join(told)}, and {counted(max(job.messages), 'message')} at most",
         f"planned for {job.assumed}",
         *([job.left_out] if job.left_out else []),
-        *([told] if (told := _estimated(job)) is not None else []),
+        *_estimated(job),
         *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
     ]
     hidden, exposed = timeline.messages
@@ -39,16 +41,16 @@ def summary(job: JobPlan) -> str:
     return "\n".join(f"pipeline schedule: {line}" for line in lines)
 
 
-def _estimated(job: JobPlan) -> str | None:
-    """Says how long an iteration takes on the job's GPU, and how exact that is; None if that is not estimated."""
+def _estimated(job: JobPlan) -> Iterator[str]:
+    """Yields how long an iteration takes on the job's GPU, and how exact that is; nothing if it is not estimated."""
     device, batch, spec = named(job.spec.gpu), job.schedule.microbatches, job.spec
     costs = on_gpu(spec) if spec.settings.costs is None else None
     if device is None or costs is None or spec.build is None:
-        return None
+        return
     seconds = simulate(job.schedule, costs.on(job.schedule.placement, job.request.decisions)).makespan / 1e3
     tokens = batch * spec.build.samples * spec.build.shape.sequence / (seconds * spec.sizes.of_replica)
     measure = f"; {spec.flags['measure']} measures it" if "measure" in spec.flags else ""
-    return (
+    yield (
         f"on {spec.sizes.world} {device.name} the pipeline takes {seconds:.3g} s an iteration, {tokens:,.0f} tokens/s "
         f"a GPU ({ERRORS}){measure}"
     )
