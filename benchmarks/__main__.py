@@ -13,6 +13,8 @@ from typing import Any
 import click
 
 from benchmarks import emulated, host, lengths, memory, messages, recording, saving, split, tables, vocabulary
+from benchmarks.accuracy.page import as_page
+from benchmarks.accuracy.report import measured, report
 from benchmarks.parts import Kept, Part, Row, Say, claims_table
 from megatron.schedules.cli.ending import run
 from megatron.schedules.utils.errors import PlanError
@@ -116,6 +118,16 @@ def _page() -> None:
     """Write docs/benchmarks.md from the recorded data, without measuring anything."""
     with _whole_files():
         _write(Kept(_PAGE))
+
+
+@main.command("accuracy")
+@click.option("--rows", type=click.Path(path_type=Path, exists=True), help="Other measurements, in the same form.")
+@click.option("--page", type=click.Path(path_type=Path), default=_PAGE / "accuracy.md", show_default=True)
+def _accuracy(rows: Path | None, page: Path) -> None:
+    """Hold estimates against published measurements, and write docs/accuracy.md."""
+    with _whole_files():
+        write_text(page, as_page(report(measured(rows), _say)))
+    _say(f"wrote {page}")
 
 
 @main.command("tables", help=tables.__doc__)

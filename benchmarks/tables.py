@@ -11,8 +11,9 @@ from pathlib import Path
 
 from benchmarks.parts import Claim, Part, Row, Say, markdown_table, span, verdict
 from megatron.schedules.estimate.device_memory import usable
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
+from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool

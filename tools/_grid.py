@@ -13,8 +13,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, usable
+from megatron.schedules.estimate.devices import Device
 from megatron.schedules.estimate.models import Model
-from megatron.schedules.estimate.roofline import Device
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.utils.errors import PlanError
 from tools._iteration import (

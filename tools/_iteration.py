@@ -10,21 +10,23 @@ from functools import cached_property
 from typing import Any
 
 from megatron.schedules.cli.options import FLAGS
+from megatron.schedules.estimate.device_costs import device_costs, optimizer_seconds, reduction_seconds
 from megatron.schedules.estimate.device_memory import RankMemory, model_memory, usable
-from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel, with_messages
+from megatron.schedules.estimate.devices import Device
+from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.parts import Count
-from megatron.schedules.estimate.roofline import Device, Roofline
-from megatron.schedules.estimate.times import ONES, PassTimes, loads
+from megatron.schedules.estimate.roofline import Roofline
+from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.plans import model_fields
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.planner.request import of_1f1b
-from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
+from megatron.schedules.schedule.cost_parts import HostCopies
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import even
@@ -108,21 +110,20 @@ class Setting:
 
     def _times(self, spec: JobSpec) -> Costs:
         """Seconds of the passes, of each part of the model, and of messages and copies."""
-        build, trained, roofline = spec.build, spec.trained, Roofline(self.device)
-        assert build is not None and trained is not None, "the model is known"
-        model = loads(build, roofline, build.tokens, self.correction)
-        one = len(model.layers) / (2 * self.pipeline)
-        mean = model.mean
-        layers = LayerTimes(one * mean.forward, one * mean.input_grad, one * mean.weight_grad)
-        if spec.hides_messages:
-            layers = with_messages(layers, build, roofline)
-        # If any message crosses nodes, all are assumed to.
-        latency = roofline.message(trained.message_bytes, same_node=self.gpus <= self.device.node)
-        copy = 0.0
-        if self.method.may_offload:
-            memory = model_memory(build, build.tokens, trained.recompute, shared=self.method.shared)
-            copy = memory.of_rank(self.pipeline) / 2 / self.device.host_link
-        return Costs(layers, model, Link(latency), HostCopies(copy))
+        trained = spec.trained
+        assert trained is not None, "the model is known"
+        costs = device_costs(
+            trained,
+            Roofline(self.device),
+            self.pipeline,
+            same_node=self.gpus <= self.device.domain,
+            hides=bool(spec.hides_messages),
+            correction=self.correction,
+        )
+        if not self.method.may_offload:
+            return costs
+        memory = model_memory(trained.build, trained.build.tokens, trained.recompute, shared=self.method.shared)
+        return replace(costs, copies=HostCopies(memory.of_rank(self.pipeline) / 2 / self.device.host_link))
 
     @cached_property
     def costs(self) -> Costs:
@@ -166,7 +167,7 @@ class Setting:
             return "the batch does not divide into microbatches"
         if len(shape.layers) + sum(self.ends) < self.placement.stages:
             return "the layers are too few for the stages"
-        if self.tensor > self.device.node or self.device.node % self.tensor:
+        if self.tensor > self.device.domain or self.device.domain % self.tensor:
             return "GPUs of a node do not divide by the tensor parallel size"
         if shape.heads % self.tensor or (shape.groups or self.tensor) % self.tensor:
             return "heads do not divide by the tensor parallel size"
@@ -321,9 +322,9 @@ def least_memory(setting: Setting) -> tuple[int, RankMemory]:
 
 
 def mfu(setting: Setting, seconds: float) -> float:
-    """Returns the model's arithmetic in an iteration over the GPUs' peak in ``seconds``."""
+    """Returns the model's arithmetic in an iteration over the GPUs' peak, in FP8 or FP4 if it has them."""
     work = setting.model.flops_a_token * setting.model.sequence * setting.global_batch
-    return work / (seconds * setting.gpus * setting.device.matrix_flops)
+    return work / (seconds * setting.gpus * setting.device.peak(setting.model.whole.quantized))
 
 
 def memory_limit(setting: Setting) -> float:
@@ -339,14 +340,11 @@ def memory_limit(setting: Setting) -> float:
 def after_the_pipeline(setting: Setting) -> float:
     """Seconds of the gradients' reduce-scatter, the optimizer step and the parameters' all-gather, without overlap."""
     roofline = Roofline(setting.device)
-    most = max(count.all for count in _sizes(setting))
-    numbers = setting.trained.numbers
-    same_node = setting.data * setting.tensor <= setting.device.node
-    # Gradients and the optimizer's state are read, and state and weights written.
-    seconds = roofline.stream(most * (numbers.gradient + 2 * numbers.optimizer + numbers.weight) / setting.data, 0)
-    if setting.data > 1:
-        seconds += roofline.collective((numbers.gradient + numbers.weight) * most, setting.data, same_node=same_node)
-    return seconds
+    most = max(_sizes(setting), key=lambda count: count.all)
+    same_node = setting.data * setting.tensor <= setting.device.domain
+    return optimizer_seconds(setting.trained, roofline, most, setting.data) + reduction_seconds(
+        setting.trained, roofline, most, setting.data, same_node=same_node
+    )
 
 
 def _choices(setting: Setting) -> list[StageCosts]:

@@ -22,8 +22,9 @@ import click
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.device_memory import usable
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import MODELS, find_model
-from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
+from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.report.progress_bar import shown

@@ -202,14 +202,17 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> JobProfile:
     args, repetitions = model.args, asked.own.profile_repetitions
     stages = []
     for name, stage in (("embedding", times.EMBEDDING), ("chunk", times.LAYERS), ("output layer", times.OUTPUT)):
-        held, passes = times.held(model, stage), times.time_passes(model, stage)
+        held, passes, wholes = times.held(model, stage), times.time_passes(model, stage), []
+        if stage == times.LAYERS:
+            whole = times.time_passes(model, stage, split=False)
+            wholes = [next(whole).backward for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
         found = []
         for repetition in range(1, _WARM_UP + repetitions + 1):
             found.append(next(passes))
             done = repetition - _WARM_UP
             say(f"{name}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
         seconds = dict(zip((Kind.F, Kind.I, Kind.W), zip(*found[_WARM_UP:], strict=True), strict=True))
-        stages.append(_stage(seconds, held.after_forward, held.after_input_grad))
+        stages.append(_stage(seconds | ({Kind.B: wholes} if wholes else {}), held.after_forward, held.after_input_grad))
     forwards = times.time_recompute(model, times.LAYERS)
     recomputed = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
     again = Measured.of([1e3 * each.seconds for each in recomputed])

@@ -22,11 +22,12 @@ from benchmarks.recipes import arguments, bridge
 from benchmarks.recipes.answer import SEARCH_SECONDS, TRIED, Answer, answer, with_acceptance
 from benchmarks.recipes.page import as_page, as_text
 from megatron.schedules.cli.ending import emit, run
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.planner.registry import AUTO, NAMES
 from megatron.schedules.utils.errors import PlanError
 
 # Memory of each GPU by its data sheet, GiB.
-DEVICES = {"H100": 80, "B200": 180, "GB200": 186, "B300": 268, "GB300": 279, "VR200": 288}
+_GIB = {name.partition("-")[0]: device.memory / GIB for name, device in DEVICES.items()}
 _NAMED = [name for name in NAMES if name not in (AUTO, "adaptive", "file")]
 _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 
@@ -35,7 +36,7 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 @click.argument("recipes", nargs=-1)
 @click.option("--bridge", "folder", type=click.Path(path_type=Path), help="Unpacked wheel of megatron-bridge.")
 @click.option("--gpus", type=click.IntRange(2, 10_000_000), help="GPUs of a script.")
-@click.option("--device", type=click.Choice(list(DEVICES)), default="H100", show_default=True, help="GPU of a script.")
+@click.option("--device", type=click.Choice(list(_GIB)), default="H100", show_default=True, help="GPU of a script.")
 @click.option(
     "--schedule",
     type=click.Choice(_NAMED),
@@ -57,6 +58,11 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
     is_flag=True,
     help="Only ask again which settings of the recipes in --json have to be left out. Their plans stay.",
 )
+@click.option(
+    "--plans",
+    is_flag=True,
+    help="Only plan the recipes in --json again. Their settings to leave out stay.",
+)
 @click.option("--json", "output", type=click.Path(path_type=Path), help="File for all answers; those in it are kept.")
 @click.option("--page", type=click.Path(path_type=Path), help="Markdown page of the answers in --json.")
 def main(
@@ -67,6 +73,7 @@ def main(
     schedule: Sequence[str],
     seconds: float,
     acceptance: bool,
+    plans: bool,
     output: Path | None,
     page: Path | None,
 ) -> None:
@@ -78,16 +85,18 @@ def main(
         raise PlanError(f"--gpus is missing: the GPUs of {scripts[0]}")
     if names and folder is None:
         raise PlanError(f"--bridge is missing: the unpacked wheel of megatron-bridge, which has {names[0]}")
-    if acceptance and not known:
-        raise PlanError("--acceptance needs the recipes' plans: name their file with --json")
+    if (acceptance or plans) and not known:
+        flag = "--acceptance" if acceptance else "--plans"
+        raise PlanError(f"{flag} needs the recipes' plans: name their file with --json")
     asked = [(each, arguments.of_script(Path(each), gpus or 1), device) for each in scripts]
     done = {name for name, each in known.items() if each.ours is None or each.auto is not None or not seconds}
-    of_bridge = iter(()) if folder is None else _of_bridge(folder, names or sorted(known) * acceptance, done)
+    of_bridge = iter(()) if folder is None else _of_bridge(folder, names or sorted(known) * (acceptance or plans), done)
     for name, args, gpu in itertools.chain(asked, of_bridge):
-        is_known = acceptance and name in known
-        known[name] = (
-            with_acceptance(known[name], args) if is_known else answer(name, args, gpu, DEVICES[gpu], schedule, seconds)
-        )
+        before = known.get(name)
+        if acceptance and before is not None:
+            known[name] = with_acceptance(before, args)
+        else:
+            known[name] = answer(name, args, gpu, _GIB[gpu], schedule, seconds, before if plans else None)
         click.echo(as_text(known[name]))
         if output is not None:
             emit(as_json(known.values()), output)

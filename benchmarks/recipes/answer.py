@@ -1,4 +1,9 @@
-"""Dry run of a recipe: stock's schedule as the recipe sets it, ours in its place, and arguments to leave out."""
+"""Dry run of a recipe: stock's schedule as the recipe sets it, ours in its place, and arguments to leave out.
+
+Times are those of :mod:`megatron.schedules.estimate.device_costs`. Stock keeps its own CUDA graphs and its own overlap
+of experts' messages; ours has what it does not have to leave out. Gains are over the better of the recipe's layers and
+levelled ones, which stock can have too.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import argparse
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.calibration import CALIBRATED
+from megatron.schedules.estimate.device_costs import device_costs
+from megatron.schedules.estimate.devices import DEVICES, Device
 from megatron.schedules.estimate.model_build import StockRecompute
+from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.job.checks import validate
@@ -32,6 +41,10 @@ _MICROBATCHES_A_RANK = 3
 _HIDING = "overlap_moe_expert_parallel_comm"
 # Seconds of each search of ``auto`` on a typical core.
 SEARCH_SECONDS = 0.5
+# Parts of layers that recipes captured before they captured whole iterations.
+_PARTS = frozenset(("attn", "moe_router"))
+# The estimates are not so exact that a gain is claimed where ranks are idle for longer.
+MOST_WITH_A_LARGER_BUBBLE = 0.01
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
 _NO_FIGURES = {
     "enable_hyper_connections": "hyper-connections",
@@ -53,7 +66,7 @@ class Planned:
         bubble: planned share of the time in which an average rank is idle.
         gib: memory of the rank that needs most, GiB.
         activations: its activations, GiB.
-        time: planned iteration time over that of stock's schedule.
+        time: planned iteration time over that of stock's schedule, with the recipe's layers or levelled ones.
         layers: layers of each stage, as the flag takes them.
         recomputed: share of the layers that our schedule recomputes itself.
     """
@@ -65,6 +78,22 @@ class Planned:
     time: float = 1.0
     layers: str = ""
     recomputed: float = 0.0
+
+
+class Gains(NamedTuple):
+    """Parts of stock's iteration time that are spared.
+
+    Args:
+        balance: by levelled layers, which stock can have too.
+        schedule: by our schedule, with stock's pass times.
+        others: by hidden messages, less what is lost with CUDA graphs and stock's overlap.
+        whole: what is claimed: ``schedule`` and ``others``, but little if our bubble is larger.
+    """
+
+    balance: float
+    schedule: float
+    others: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -79,6 +108,8 @@ class Answer:
         precision: precision of the linears.
         recompute: Megatron's recompute in the recipe; empty without.
         stock: stock's schedule.
+        levelled: stock's schedule with levelled layers.
+        alike: our schedule with the pass times of stock's, as if it kept stock's graphs and overlap.
         ours: our schedule: the first of those tried that fits, or the last.
         auto: what ``auto`` chose on two chunks, with the layers of ``ours``; None if it was not searched.
         half: :data:`HALF` without recompute, for a recipe with recompute.
@@ -97,6 +128,8 @@ class Answer:
     precision: str
     recompute: str = ""
     stock: Planned | None = None
+    levelled: Planned | None = None
+    alike: Planned | None = None
     ours: Planned | None = None
     auto: Planned | None = None
     half: Planned | None = None
@@ -108,7 +141,7 @@ class Answer:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Answer:
         """Returns the answer in a record of a JSON file."""
-        names = "stock", "ours", "auto", "half", "without"
+        names = "stock", "levelled", "alike", "ours", "auto", "half", "without"
         planned = {name: record.get(name) and Planned(**record[name]) for name in names}
         return cls(**{**record, **planned, "unknown": tuple(record["unknown"])})
 
@@ -116,6 +149,18 @@ class Answer:
     def is_accepted(self) -> bool:
         """True if a schedule works with all of the recipe's arguments."""
         return not (self.refused or self.left_out)
+
+    @property
+    def gains(self) -> Gains | None:
+        """The gain of ``ours`` over stock's schedule, in parts; None without figures."""
+        stock, levelled, alike, ours = self.stock, self.levelled, self.alike, self.ours
+        if stock is None or levelled is None or alike is None or ours is None:
+            return None
+        base = min(stock, levelled, key=lambda planned: planned.time)
+        whole = 1 - ours.time
+        if ours.bubble > base.bubble:
+            whole = min(whole, MOST_WITH_A_LARGER_BUBBLE)
+        return Gains(1 - base.time / stock.time, 1 - alike.time, alike.time - ours.time, whole)
 
 
 def answer(
@@ -125,6 +170,7 @@ def answer(
     gib: float,
     tried: Sequence[str] = TRIED,
     seconds: float = SEARCH_SECONDS,
+    known: Answer | None = None,
 ) -> Answer:
     """Dry-runs a recipe.
 
@@ -134,18 +180,20 @@ def answer(
         device, gib: the GPU, and its memory.
         tried: our schedules, at least one.
         seconds: time of each search of ``auto`` on a typical core; 0 to leave it out.
+        known: an earlier answer whose arguments to leave out stay; None to ask the rules.
 
     Raises:
         PlanError: the arguments cannot be read, or stock's schedule cannot be planned.
     """
     spec, chunks = _read(args, gib)
     # A plan does not depend on them. Their rules are asked below.
-    plain = replace(spec, stock=StockFlags())
-    stock, is_as_set = _stock(plain, chunks)
+    plain, gpu = replace(spec, stock=StockFlags()), of_name(device)
+    of_stock = _timed(plain, gpu, stock=True)
+    stock, is_as_set = _stock(of_stock, chunks)
     has_figures = not any(getattr(args, argument, None) for argument in _NO_FIGURES)
     for each in tried:
-        ours = _planned(_placed(plain, ScheduleChoice(each, each)))
-        if not has_figures or ours.fits(gib * _GIB):
+        alike = _planned(_placed(of_stock, ScheduleChoice(each, each)))
+        if not has_figures or alike.fits(gib * _GIB):
             break
     found = Answer(
         name,
@@ -160,20 +208,55 @@ def answer(
             *([] if is_as_set else ["stock's layers, which do not divide over the recipe's stages"]),
         ),
     )
-    found = _with_acceptance(found, spec, ours)
+    if known is None:
+        found = _with_acceptance(found, spec, alike)
+    else:
+        found = replace(found, refused=known.refused, left_out=known.left_out)
     if not has_figures:
         return found
-    found = replace(found, recompute=_recompute(spec.recompute), stock=_figures(stock), ours=_figures(ours, stock))
+    named = ScheduleChoice(each, each)
+    of_ours = _timed(replace(_without(spec, found.left_out), stock=StockFlags()), gpu)
+    levelled = _planned(_placed(of_stock, _stock_choice(chunks)))
+    base = min((stock, levelled), key=lambda job: job.plan.iteration_time)
+    found = replace(
+        found,
+        recompute=_recompute(spec.recompute),
+        stock=_figures(stock, base),
+        levelled=_figures(levelled, base),
+        alike=_figures(alike, base),
+        ours=_figures(_planned(_placed(of_ours, named)), base),
+    )
     if seconds and not found.refused:
-        found = replace(found, auto=_figures(_auto(_without(spec, found.left_out), seconds), stock))
+        found = replace(found, auto=_figures(_auto(_timed(_without(spec, found.left_out), gpu), seconds), base))
     if not found.recompute:
         return found
     without = StockRecompute()
     return replace(
         found,
-        without=_figures(_stock(replace(plain, recompute=without), chunks)[0], stock),
-        half=_figures(_planned(_placed(replace(plain, recompute=without), ScheduleChoice(HALF, HALF))), stock),
+        without=_figures(_stock(replace(of_stock, recompute=without), chunks)[0], base),
+        half=_figures(_planned(_placed(replace(of_ours, recompute=without), ScheduleChoice(HALF, HALF))), base),
     )
+
+
+def of_name(device: str) -> Device:
+    """Returns the device whose name is or begins with ``device``."""
+    return next(found for name, found in DEVICES.items() if name.partition("-")[0] == device)
+
+
+def _timed(spec: JobSpec, device: Device, *, stock: bool = False) -> JobSpec:
+    """Returns ``spec`` with the device's times; for ``stock``, its own overlap hides experts' messages."""
+    if spec.trained is None:
+        return spec
+    hides = bool(spec.hides_messages)
+    known = replace(CALIBRATED, messages=0.0) if stock and hides else CALIBRATED
+    times = device_costs(
+        spec.trained,
+        Roofline(device, known),
+        spec.sizes.pipeline,
+        same_node=spec.sizes.world <= device.domain,
+        hides=hides and not stock,
+    )
+    return replace(spec, times=times, hides_messages=spec.hides_messages and not stock)
 
 
 def with_acceptance(known: Answer, args: argparse.Namespace) -> Answer:
@@ -219,8 +302,12 @@ def _with_acceptance(found: Answer, spec: JobSpec, ours: JobPlan) -> Answer:
 def _without(spec: JobSpec, arguments: Container[str]) -> JobSpec:
     """Returns the job without ``arguments``."""
     given = frozenset(each for each in spec.stock.given if each not in arguments)
-    hides = spec.hides_messages and _HIDING not in arguments
-    return replace(spec, stock=replace(spec.stock, given=given), hides_messages=hides)
+    hides, model = spec.hides_messages and _HIDING not in arguments, spec.model
+    if model is not None and "cuda_graph_impl" in arguments:
+        # Graphs of parts of layers take the place of one of a whole iteration.
+        parts = _PARTS if model.build.captured else None
+        model = replace(model, build=replace(model.build, graphs=parts, captured=False))
+    return replace(spec, stock=replace(spec.stock, given=given), hides_messages=hides, model=model)
 
 
 def _chunks(args: Any) -> int | None:
@@ -241,7 +328,8 @@ def _placed(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
     request = Request(choice.name, spec.sizes.pipeline, 1, chunks=choice.chunks or 2)
     where = zigzag(request.ranks, request.chunks) if choice.name == AUTO else placement(request)
     assert where is not None, "the placement is known"
-    layers = None if spec.build is None else levelled(loads(spec.build), where)
+    parts = None if spec.build is None else loads(spec.build) if spec.times is None else spec.times.model
+    layers = None if parts is None else levelled(parts, where)
     free = replace(spec, layers=replace(spec.layers, first=None, last=None, layout=None, stand_in=(False, False)))
     return _under(free, choice, layers=layers, **settings)
 
@@ -258,12 +346,16 @@ def _under(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
 
 def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
     """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
-    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    choice = ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
+    choice = _stock_choice(chunks)
     try:
         return _planned(_under(spec, choice)), True
     except PlanError:
         return _planned(_placed(spec, choice)), False
+
+
+def _stock_choice(chunks: int) -> ScheduleChoice:
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    return ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
 
 
 def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:

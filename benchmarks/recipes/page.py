@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from benchmarks.recipes.answer import SEARCH_SECONDS, Answer, Planned
+from benchmarks.recipes.answer import Answer, Planned
 from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.report.table import markdown
 
@@ -44,16 +44,17 @@ _HEADS = (
     ("linears", ""),
     ("stock:", "bubble"),
     ("GiB", ""),
+    ("levelled:", "bubble"),
     ("named", ""),
     ("bubble", ""),
     ("GiB", ""),
-    ("time", ""),
-    ("auto:", "bubble"),
-    ("GiB", ""),
-    ("time", ""),
+    ("balance", ""),
+    ("schedule", ""),
+    ("others", ""),
+    ("gain", ""),
     ("accepted", ""),
 )
-_FLAG_HEADS = (("recipe", ""), ("named", ""), ("auto:", "schedule"), ("recompute", ""), ("layers of each stage", ""))
+_FLAG_HEADS = (("recipe", ""), ("named", ""), ("layers of each stage", ""))
 _HALF_HEADS = (
     ("recipe", ""),
     ("recomputes", ""),
@@ -73,6 +74,8 @@ def as_text(answer: Answer) -> str:
     ]
     for name, planned in (
         ("stock", answer.stock),
+        ("stock with levelled layers", answer.levelled),
+        ("ours with stock's pass times", answer.alike),
         ("ours", answer.ours),
         ("auto", answer.auto),
         ("stock without recompute", answer.without),
@@ -115,7 +118,7 @@ def as_page(answers: Sequence[Answer]) -> str:
             *tables,
             "## Flags of each recipe\n",
             _FLAGS,
-            markdown(_FLAG_HEADS, [_flags(each) for each in ordered if each.auto is not None]),
+            markdown(_FLAG_HEADS, [_flags(each) for each in ordered if each.gains is not None and not each.refused]),
             _OWN,
             "## Recipes that recompute\n",
             _HALF,
@@ -138,10 +141,8 @@ def _counts(answers: Sequence[Answer]) -> str:
     ]
     reasons = Counter(each.refused for each in refused)
     lines += [f"| **{count}** | are refused: *{_reason(why)}* |" for why, count in reasons.most_common()]
+    lines += ["", *_gained(answers)]
     stock, half = _fitting(answers, "without"), _fitting(answers, "half")
-    named = [(each.ours, each.gib) for each in answers if each.ours is not None and not each.refused]
-    auto = [(each.auto, each.gib) for each in answers if each.auto is not None]
-    lines += ["", *_gain("A named schedule", named), *_gain("`auto`", auto)]
     lines += [
         f"- {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their GPU under",
         f"  stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
@@ -149,14 +150,41 @@ def _counts(answers: Sequence[Answer]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gain(what: str, plans: Sequence[tuple[Planned, float]]) -> list[str]:
-    """Lines about plans of the recipes, each with the GPU's memory."""
-    times = [plan.time for plan, gib in plans if plan.gib <= gib]
-    shorter, gain = sum(time < 1 for time in times), 100 * (1 - median(times or [1.0]))
-    return [
-        f"- {what} was planned for {len(plans)} recipes, and {len(times)} of these plans fit the GPU. Of those,",
-        f"  {shorter} have a shorter iteration than stock's schedule. The median gain is {gain:.0f} %.",
+def _gained(answers: Sequence[Answer]) -> list[str]:
+    """Lines about the gains of the recipes whose times were planned, and of groups of them."""
+    timed = [(each, gains) for each in answers if (gains := each.gains) is not None and not each.refused]
+    if not timed:
+        return []
+    groups = {
+        "all of them": timed,
+        "stock's schedule is interleaved": [pair for pair in timed if "V" in pair[0].sizes],
+        "it is 1F1B": [pair for pair in timed if "V" not in pair[0].sizes],
+        "at most four microbatches a rank": [pair for pair in timed if _is_short(pair[0])],
+        "CUDA graphs of whole iterations are lost": [pair for pair in timed if "cuda_graph_impl" in pair[0].left_out],
+        "all others": [pair for pair in timed if "cuda_graph_impl" not in pair[0].left_out],
+    }
+    names = "recipes", "number", "balance", "schedule", "others", "gain", "gain of 1 % or more", "loss of 1 % or more"
+    rows = [
+        [
+            name,
+            str(len(pairs)),
+            *(_share(median(values)) for values in zip(*(gains for _, gains in pairs), strict=True)),
+            str(sum(gains.whole >= _CLAIMED for _, gains in pairs)),
+            str(sum(gains.whole <= -_CLAIMED for _, gains in pairs)),
+        ]
+        for name, pairs in groups.items()
+        if pairs
     ]
+    return [_GAINED.format(len(timed), len(answers)), markdown([(name, "") for name in names], rows)]
+
+
+def _is_short(answer: Answer) -> bool:
+    ranks = re.search(r"P(\d+)", answer.sizes)
+    return ranks is not None and answer.microbatches <= _FEW * int(ranks[1])
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:+.1f} %"
 
 
 def _recomputing(answers: Sequence[Answer]) -> list[Answer]:
@@ -203,35 +231,31 @@ def _row(each: Answer) -> list[str]:
     said = f"without {', '.join(_words(each))}" if each.left_out else "yes"
     if found := re.search(r"--[a-z0-9-]+", each.refused):
         said = f"no: `{found[0]}`"
-    ours = None if each.refused else each.ours
-    auto = each.auto
+    ours, gains = None if each.refused else each.ours, each.gains
     return [
         each.name.removesuffix("_config"),
         f"{each.gpus} {each.device}",
         each.sizes,
         str(each.microbatches),
         each.precision,
-        *_cells(each.stock, each.gib, mark),
+        *_cells(each.stock, each.gib, mark, timed=gains is not None),
+        "" if each.levelled is None else f"{100 * each.levelled.bubble:.1f} %",
         "" if ours is None else ours.schedule,
-        *_cells(ours, each.gib, mark),
-        "" if ours is None else f"{ours.time:.2f}",
-        *_cells(auto, each.gib, mark),
-        "" if auto is None else f"{auto.time:.2f}",
+        *_cells(ours, each.gib, mark, timed=gains is not None),
+        *([""] * 4 if gains is None or each.refused else map(_share, gains)),
         said,
     ]
 
 
 def _flags(each: Answer) -> list[str]:
-    assert each.ours is not None and each.auto is not None, "both are planned"
-    recomputed = f"{100 * each.auto.recomputed:.0f} %" if each.auto.recomputed else ""
-    name = each.name.removesuffix("_config")
-    return [name, each.ours.schedule, each.auto.schedule, recomputed, each.auto.layers]
+    assert each.ours is not None, "it is planned"
+    return [each.name.removesuffix("_config"), each.ours.schedule, each.ours.layers]
 
 
-def _cells(planned: Planned | None, gib: float, mark: str) -> tuple[str, str]:
+def _cells(planned: Planned | None, gib: float, mark: str, *, timed: bool) -> tuple[str, str]:
     if planned is None:
         return "", ""
-    return f"{100 * planned.bubble:.1f} %", mark + _much(planned, gib)
+    return f"{100 * planned.bubble:.1f} %" if timed else "", mark + _much(planned, gib)
 
 
 def _half(each: Answer) -> list[str]:
@@ -241,7 +265,7 @@ def _half(each: Answer) -> list[str]:
         each.recompute,
         f"{each.gib:g}",
         *(_much(planned, each.gib) for planned in (each.stock, each.without, each.half)),
-        f"{each.half.time:.2f}",
+        "" if each.levelled is None else f"{each.half.time:.2f}",
     ]
 
 
@@ -254,7 +278,9 @@ _HEAD = """# NVIDIA's recipes
 
 Can you train your recipe with a schedule of this package, and what do you gain? Megatron-Bridge 0.6.2 has performance
 recipes for H100, B200, B300, GB200, GB300 and VR200. This page has a row for [each](#every-recipe) with pipeline
-parallelism. All figures are planned. Nothing on this page was measured on a GPU.
+parallelism. All figures are planned. Nothing on this page was measured on a GPU. In short: a schedule of this package
+pays where stock runs plain 1F1B, and where memory decides. It does not pay where stock interleaves with balanced
+layers, or where a CUDA graph of the whole iteration would be lost.
 
 """
 _BLOCKED = """These settings have to be left out. The first number counts the recipes with a setting. The second one
@@ -294,33 +320,37 @@ downloaded from Hugging Face.
 """
 _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under stock's
   interleaved schedule; *n*: microbatches
-- *Stock*: 1F1B, interleaved if the recipe has V, with its layers and recompute
+- *Stock*: 1F1B, interleaved if the recipe has V, with its layers, recompute, CUDA graphs and overlap of experts'
+  messages. *Levelled*: the same with layers with which ranks take about equal time
 - *Named*: the first of `v-zb`, `v-half` and `v-min` that fits in {100 * (1 - RESERVED):.0f} % of the GPU, otherwise
   `v-min`. Its stages have the [layers](#flags-of-each-recipe) with which ranks take about equal time
-- *Auto*: the schedule `auto` within the same {100 * (1 - RESERVED):.0f} % and with the same layers, on two chunks of
-  each rank. It leaves out the recipe's own recompute where the memory allows that, and may recompute layers itself.
-  Each of its searches took {SEARCH_SECONDS:g} s of a typical core
-  (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`). A job searches much longer, up to 40 s in all, and for
-  layers too
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it; bold if it is more than the GPU has;
   ≈ if a part of the model is [not counted](#not-counted)
-- *Time*: our planned iteration time over stock's, both by the model's arithmetic; of *named* with the recipe's
-  recompute. Above 1 stock's interleaving is better: many chunks, few microbatches
+- *Balance*: time that stock spares with levelled layers, without this package. *Schedule*: time that our schedule
+  spares on top, with stock's pass times and the [price of splitting](accuracy.md) backwards. *Others*: what experts'
+  messages behind weight gradients spare, less what the recipe loses: its CUDA graph of a whole iteration, for which
+  graphs of parts of layers stand in, and its own overlap.
+  *Gain*: schedule and others together. It is at most 1 % where our bubble is larger than that of stock with levelled
+  layers, which these estimates are not exact enough to outweigh
+- Without times: the recipe was not planned with the times of its GPU
 """
-_FLAGS = """The named schedule and `auto` use the same layers: `layers="..."` of `install`, or `--pipeline-layers`. The
-third column is what `auto` chose: a named schedule, or an order of its own (`adaptive`). If it is a named one, give its
-name, and nothing is searched. Otherwise give `schedule="auto"`, or `--pipeline-schedule auto`. *Recompute* is the
-share of layers that `auto` recomputes.
+_FLAGS = """`layers="..."` of `install`, or `--pipeline-layers`.
 """
 _HALF = """These recipes recompute parts of each layer. The last columns show what half of 1F1B's activation memory
-buys: `v-half` without any recompute. *Time* is its planned iteration time over that of stock's schedule with recompute.
-It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where all but a few layers
-have experts, is taken as free, so the real gain is larger.
+buys: `v-half` without any recompute. *Time* is its planned iteration time over that of stock's schedule with recompute
+and levelled layers. It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where
+all but a few layers have experts, is taken as free, so the real gain is larger.
 """
+_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}: about one for each model and
+GPU. The others were not planned again. Gains are over stock's schedule with its own CUDA graphs, its own overlap, and
+levelled layers. All are medians:
+"""
+# A gain or a loss that is worth a word, and microbatches of a rank that are few.
+_CLAIMED, _FEW = 0.01, 4
 _NOT_COUNTED = """## Not counted
 
 - Low-rank adapters (`peft`) and hyper-connections: no figures are given.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
-- CUDA graphs: neither their memory nor their speed.
+- Memory of CUDA graphs of whole iterations.
 """

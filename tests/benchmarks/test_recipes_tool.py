@@ -175,6 +175,18 @@ def test_auto_is_never_longer_than_the_named_schedule_that_fits():
             assert each.auto.time <= each.ours.time + 0.001, each.name  # times are rounded
 
 
+def test_a_gain_is_over_stock_with_levelled_layers_and_little_where_our_bubble_is_larger():
+    timed = [each for each in read(JSON).values() if each.gains is not None]
+    assert len(timed) > 20
+    for each in timed:
+        stock, levelled, gains = each.stock, each.levelled, each.gains
+        assert stock is not None and levelled is not None and each.ours is not None and gains is not None
+        assert min(stock.time, levelled.time) == 1.0, each.name
+        assert gains.whole <= gains.schedule + gains.others + 1e-9
+        base = min(stock, levelled, key=lambda planned: planned.time)
+        assert gains.whole <= 0.01 or each.ours.bubble <= base.bubble, each.name
+
+
 def test_the_page_is_written_from_its_results():
     answers = list(read(JSON).values())
     assert PAGE.read_text() == as_page(answers)

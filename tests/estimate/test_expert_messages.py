@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.schedules.estimate.build import LayerKind
+from megatron.schedules.estimate.calibration import CALIBRATED
+from megatron.schedules.estimate.devices import DEVICES
 from megatron.schedules.estimate.models import MODELS, Model, built
-from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
 from tools._grid import Question, search
@@ -17,6 +21,9 @@ H100 = DEVICES["H100-80GB"]
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
     --vocab-size 32000 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 512 --swiglu --bf16
     --untie-embeddings-and-output-weights --moe-layer-freq 2"""
+# Nothing hides messages.
+EXPOSED = Roofline(H100, replace(CALIBRATED, messages=1.0))
+RACKS = "GB200", "B200"
 HIDES = "--overlap-moe-expert-parallel-comm"
 TOKENS = 2048
 NAMED = {method.name: method for method in METHODS}
@@ -33,18 +40,29 @@ def model(expert: int, more: str = "") -> Model:
 )
 def test_tokens_go_evenly_to_all_ranks_and_the_slower_link_counts(expert: int, near: int, far: int):
     build = built(model(expert).trained())
-    found = expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS)
-    each = 2 * TOKENS * 6 * 1024 * 2 / expert  # there and back: tokens, experts of each, width, bf16
+    found = expert_messages(build, works(build, "E")[0], EXPOSED, TOKENS)
+    # There and back: tokens, ranks with an expert of each, width, bf16. A rank with several gets one copy.
+    each = 2 * TOKENS * (1 - (1 - 1 / expert) ** 6) * 1024 * 2
     assert found == pytest.approx(max(near * each / (0.75 * 450e9), far * each / (0.75 * 50e9)))
+    assert expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS) == pytest.approx(
+        CALIBRATED.messages * found
+    )
     # As a flag without which nothing else changes: the same with any GPU's prices.
     assert (expert_messages(build, works(build, "E")[0], ANY, 1.0) > 0) == (expert > 1)
 
 
 def test_experts_of_two_tensor_parallel_ranks_leave_room_for_half_as_many_on_a_node():
     build = built(model(8, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2").trained())
-    found = expert_messages(build, works(build, "E")[0], Roofline(H100), TOKENS)
-    each = 2 * TOKENS / 2 * 6 * 1024 * 2 / 8
+    found = expert_messages(build, works(build, "E")[0], EXPOSED, TOKENS)
+    each = 2 * TOKENS / 2 * (1 - (1 - 1 / 8) ** 6) * 1024 * 2
     assert found == pytest.approx(4 * each / (0.75 * 50e9))
+
+
+def test_a_rack_of_gpus_is_one_domain():
+    """72 GPUs of a GB200 are connected by links; eight of a B200 are."""
+    build = built(model(64).trained())
+    rack, hosts = (expert_messages(build, works(build, "E")[0], Roofline(DEVICES[each]), TOKENS) for each in RACKS)
+    assert hosts == pytest.approx(rack * (56 / 63) * (900 / 50))
 
 
 class Free(Roofline):

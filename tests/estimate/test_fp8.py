@@ -9,9 +9,10 @@ import pytest
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, LayerKind
 from megatron.schedules.estimate.build_flags import numbers
+from megatron.schedules.estimate.devices import DEVICES
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import Prices, layer_times, loads
 from megatron.schedules.utils.errors import PlanError

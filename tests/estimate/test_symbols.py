@@ -8,9 +8,10 @@ import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.devices import DEVICES
 from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import SYMBOLS, layer_flops
 from megatron.schedules.estimate.times import ANY, attention_shares, loads, message_shares
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import megatron.schedules as ms
 from megatron.schedules.cli.commands import main
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import find_model
-from megatron.schedules.estimate.roofline import DEVICES, GIB
 from megatron.schedules.integration.machine import machine_of
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.planner.registry import AUTO, NAMES

@@ -263,3 +263,14 @@ def test_a_backward_that_was_always_whole_is_halved_as_planned():
 def test_what_is_held_follows_the_passes():
     start, end = (1.0, 3.0, 4.0), (2.0, 4.0, 5.0)  # of F, I and W
     assert held_over_time((100.0, -25.0, -75.0), start, end) == ((0.0, 0.0), (1.0, 100.0), (4.0, 75.0), (5.0, 0.0))
+
+
+def test_the_price_of_a_split_backward_is_measured_where_both_ran():
+    placement = sequential(2)
+    split = [stage(2, 10.0, 11.0, 9.0) for _ in range(2)]
+    assert profile(placement, *split).costs(2).layers.splitting == 0
+    both = replace(split[0], times={**split[0].times, Kind.B: Measured(18.0, 18.0, 18.0)})
+    costs = profile(placement, both, split[1]).costs(2)
+    assert costs.layers.splitting == pytest.approx((costs.layers.input_grad + costs.layers.weight_grad) / 10)
+    on = costs.on(placement).durations
+    assert on[Kind.B][1] == pytest.approx(0.9 * (on[Kind.I][1] + on[Kind.W][1]))

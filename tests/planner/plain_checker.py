@@ -116,7 +116,8 @@ class _Checker:
         stage, kind, _ = work
         if work in self.left:
             return self.left[work]
-        return sum(self.costs["times"][part][stage] for part in ("IW" if kind == "B" else kind))
+        price = self.costs["splitting"][stage] if kind == "B" and "splitting" in self.costs else 0.0
+        return sum(self.costs["times"][part][stage] for part in ("IW" if kind == "B" else kind)) - price
 
     def latency(self, source: int, to: int) -> float:
         pairs = {(a, b): time for a, b, time in self.costs["latencies"]}

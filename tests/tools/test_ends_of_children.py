@@ -139,7 +139,7 @@ TRAINS = """
 import sys
 from pathlib import Path
 from typing import Any
-from megatron.schedules.estimate.roofline import DEVICES
+from megatron.schedules.estimate.devices import DEVICES
 from tools._iteration import Setting
 from tools._methods import METHODS
 from megatron.schedules.estimate.models import Model

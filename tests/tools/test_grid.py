@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.device_memory import RESERVED
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import gpt
-from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools._grid import Question, fastest, search
 from tools._iteration import estimate
 from tools._methods import METHODS, Method

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import Model
-from megatron.schedules.estimate.roofline import DEVICES, GIB
 from tools import _run_settings, grid_search
 from tools._grid import Found, Question
 from tools._iteration import Estimate, Setting

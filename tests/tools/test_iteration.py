@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.device_memory import RESERVED
+from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import MODELS, Model, built, gpt
-from megatron.schedules.estimate.roofline import DEVICES, GIB, Roofline, corrections
+from megatron.schedules.estimate.roofline import Roofline, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import Facts
@@ -129,7 +130,7 @@ def test_costs_are_those_of_layers_and_ends_however_many_stages_share_them():
         at = setting(method)
         on_stages = at.costs.on(at.placement)
         total = LAYERS * layer().whole + sum(end.whole for end in ends())
-        stages = zip(*(on_stages.durations[kind] for kind in "FIW"), strict=True)
+        stages = zip(*(on_stages.durations[kind] for kind in "FB"), strict=True)
         assert sum(map(sum, stages)) == pytest.approx(total)
         # Layers are those of four ranks, and the ends hold something beside.
         beside = (at.memory.first.kept + at.memory.last.kept) / at.memory.of_rank(4)

@@ -108,6 +108,7 @@ class Build:
         quantized: how linears are quantized; None if they are not.
         graphs: parts of a layer that are captured as CUDA graphs, by Megatron's names; empty for whole layers, None
             without graphs.
+        captured: true if a CUDA graph has a whole iteration.
     """
 
     shape: Shape
@@ -137,6 +138,7 @@ class Build:
     residual: int = 2
     quantized: Quantized | None = None
     graphs: frozenset[str] | None = None
+    captured: bool = False
 
     @property
     def tokens(self) -> float:

@@ -15,6 +15,9 @@ from megatron.schedules.estimate.shape import Shape
 GRAPHS = "transformer_engine"
 """Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
 
+WHOLE = "full_iteration"
+"""Value of ``--cuda-graph-impl`` for one CUDA graph of a whole iteration."""
+
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
@@ -61,6 +64,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         residual=4 if args.fp32_residual_connection else number,
         quantized=_quantized(args),
         graphs=_graphs(args),
+        captured=_captured(args),
     )
 
 
@@ -81,6 +85,13 @@ def _graphs(args: Any) -> frozenset[str] | None:
     dispatcher = getattr(args, "moe_token_dispatcher_type", "")
     permutes = dispatcher == "alltoall" and args.expert_model_parallel_size > 1
     return parts if permutes else parts - {"moe_preprocess"}
+
+
+def _captured(args: Any) -> bool:
+    """Reads whether a CUDA graph has a whole iteration, in newer flags and in older ones."""
+    impl, scope = graphs_impl(args), getattr(args, "cuda_graph_scope", None) or ()
+    names = [scope] if isinstance(scope, str) else [str(getattr(each, "name", each)) for each in scope]
+    return impl == WHOLE or (impl == "local" and WHOLE in names)
 
 
 def of_engine(args: Any) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build, LayerKind
+from megatron.schedules.estimate.build import Build, LayerKind, Quantized
 from megatron.schedules.estimate.parts import LinearShape, PartWork
 from megatron.schedules.estimate.symbols import output_layer, works
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
@@ -49,10 +49,14 @@ class Prices:
     (:data:`.roofline.DEVICES`).
 
     Attributes:
-        node: GPUs of a node.
+        domain: GPUs that links of a node connect.
     """
 
-    node = 8
+    domain = 8
+
+    def speed(self, quantized: Quantized | None) -> float:
+        """FLOPs of a product for one of bf16 in the same time."""
+        return 1.0 if quantized is None else quantized.speed
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
         """Time of one product of matrices. Quantized ones compute ``speed`` times as fast, from smaller numbers."""
@@ -73,6 +77,18 @@ class Prices:
     def sent(self, size: float, *, same_node: bool) -> float:
         """Time to send ``size`` bytes to experts on other ranks, all on the same node or all on other ones."""
         return size * (2_000.0 if same_node else 16_000.0)
+
+    def copies(self, ranks: float, chosen: int) -> float:
+        """Copies of a token that are sent to ``chosen`` experts on so many ranks."""
+        return float(chosen)
+
+    def permuted(self, size: float) -> float:
+        """Time in which F, or I, brings ``size`` bytes of routed tokens into the order of their experts and back."""
+        return 0.0
+
+    def host(self, build: Build) -> float:
+        """Time in which each of F, I and W of a layer with experts waits for its host."""
+        return 0.0
 
 
 ANY = Prices()
@@ -171,8 +187,9 @@ def expert_messages(build: Build, work: PartWork, prices: Prices, tokens: float)
     if build.shape.experts is None or not work.routed:
         return 0.0
     ranks = max(1.0, build.experts / build.shape.experts.number)
-    near = min(ranks, max(1.0, prices.node / build.expert_tensor))
-    size = 2 * work.routed * tokens / ranks
+    near = min(ranks, max(1.0, prices.domain / build.expert_tensor))
+    chosen = build.shape.experts.chosen
+    size = 2 * work.routed * tokens / ranks * (prices.copies(ranks, chosen) / chosen)
     beyond = prices.sent(size * (ranks - near), same_node=False)
     return max(prices.sent(size * (near - 1), same_node=True), beyond)
 
@@ -192,8 +209,9 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     input_grad += prices.attention(mixing[1] * tokens, backward=True)
     input_grad += prices.stream(moved[1] * tokens, work.kernels)
     # W's messages are hidden behind its products.
-    messages = _messages(build, work, prices, tokens)
-    return PassTimes(forward + messages, input_grad + messages, weight_grad)
+    around = _messages(build, work, prices, tokens) + prices.permuted(work.routed * tokens)
+    host = prices.host(build) if work.routed else 0.0
+    return PassTimes(forward + around + host, input_grad + around + host, weight_grad + host)
 
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
@@ -207,7 +225,7 @@ def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
 def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
     inner, out, rows, parts = linear
     rows_of_part, how = tokens * rows / parts, build.quantized if quantized else None
-    speed = 1.0 if how is None else how.speed
+    speed = prices.speed(how)
     times = PassTimes(
         parts * prices.product(rows_of_part, out, inner, speed=speed),
         parts * prices.product(rows_of_part, inner, out, speed=speed),

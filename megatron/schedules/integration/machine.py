@@ -21,7 +21,7 @@ def machine_of(spec: JobSpec) -> Machine:
     """
     settings = spec.settings
     if settings.dry_run is not None:
-        return Machine(settings.dry_run.device_bytes)
+        return Machine(settings.dry_run.device_bytes, gpu=settings.dry_run.device)
     if settings.measures_limit:  # checked before a long search
         after_megatron("megatron.schedules.integration.rank_device").can_be_measured()
     needs_engine = spec.stock.transformer_impl == "transformer_engine"
@@ -32,7 +32,16 @@ def machine_of(spec: JobSpec) -> Machine:
         (te_fault() or "") if needs_engine else "",
         not needs_engine or not te_missing(),
         (graphs_fault() or "") if spec.stock.cuda_graphs == GRAPHS else "",
+        _gpu(),
     )
+
+
+def _gpu() -> str:
+    """Name of this rank's device; empty before torch is imported, and without a GPU."""
+    try:
+        return str(after_megatron("megatron.schedules.integration.rank_device").device_name())
+    except TooEarlyError:
+        return ""
 
 
 def _device_bytes(spec: JobSpec) -> float | None:

@@ -21,6 +21,11 @@ from megatron.schedules.utils.parsing import whole
 STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
 
 
+def device_name() -> str:
+    """Name of this rank's GPU; empty without one."""
+    return "" if standin.enabled() else torch.cuda.get_device_name()
+
+
 class PeakReport:
     """Measures and prints the peak memory of training calls, beyond the memory in use when a call begins.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.schedules.estimate.device_costs import device_costs
+from megatron.schedules.estimate.devices import named
 from megatron.schedules.estimate.model_build import with_model
+from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import written
@@ -84,6 +87,8 @@ def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
     choice = spec.settings.costs
     if choice is not None and choice.file is not None:
         said = f"{'costs' if spec.profile is None else 'measured times'} ({printable(choice.text)})"
+    elif _uses_estimates(spec) and (device := named(spec.gpu)) is not None:
+        said = f"times estimated for {device.name}"
     elif choice is not None:
         said = f"F,I,W {choice.text} as given"
     else:
@@ -118,12 +123,51 @@ def _times(spec: JobSpec) -> Costs:
     """Times of a cost file written by hand, of the flag, of a device, or by the model's arithmetic."""
     choice, custom = spec.settings.costs, spec.custom_costs
     given = custom.times if custom is not None else None if choice is None else choice.times
-    return given or spec.times or (Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio))
+    if given is None and spec.times is None and spec.settings.saving.offload:
+        return of_gpu(spec) or _by_arithmetic(spec)
+    return given or spec.times or _by_arithmetic(spec)
+
+
+def _by_arithmetic(spec: JobSpec) -> Costs:
+    return Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio)
+
+
+def of_gpu(spec: JobSpec) -> Costs | None:
+    """Milliseconds on the job's GPU, estimated; None if the GPU or the model is not known."""
+    device, model = named(spec.gpu), spec.trained
+    if device is None or model is None:
+        return None
+    costs = device_costs(
+        model,
+        Roofline(device),
+        spec.sizes.pipeline,
+        same_node=spec.sizes.world <= device.domain,
+        hides=bool(spec.hides_messages),
+    )
+    # The parts' loads are relative.
+    return costs.scaled(lambda seconds: 1e3 * seconds)
+
+
+def _uses_estimates(spec: JobSpec) -> bool:
+    """Returns true if the times of passes are estimates for the job's GPU."""
+    return spec.settings.costs is None and spec.times is None and spec.settings.saving.offload
+
+
+def on_gpu(spec: JobSpec) -> Costs | None:
+    """Costs in milliseconds on the job's GPU, with the model's parts, whatever the job is planned with; else None."""
+    times, model = of_gpu(spec), spec.trained
+    if times is None or model is None:
+        return None
+    shared, hides = spec.settings.vocabulary_parallel, bool(spec.hides_messages)
+    return with_model(times, model, shared=shared, hides=hides)
 
 
 def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
     """Adds the time to copy the activations of half a rank's layers in one direction, which offload needs."""
     flag, costs_flag, gbps = spec.flags["offload"], spec.flags["costs"], spec.settings.saving.gbps
+    device = named(spec.gpu) if _uses_estimates(spec) else None
+    if gbps is None and device is not None:
+        gbps = device.host_link / 1e9
     if gbps is None and not costs.copies.time:
         raise PlanError(
             f"{flag} takes the time of copies from {costs_flag} FILE.json: give copy_time in one written by hand "
@@ -132,7 +176,7 @@ def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
         )
     if gbps is None:
         return costs
-    if spec.settings.costs is None:
+    if spec.settings.costs is None and spec.times is None and device is None:
         raise PlanError(
             f"{flag}={gbps:g} compares copies with passes, whose times are not known: give {costs_flag} in "
             "milliseconds, or a cost file"

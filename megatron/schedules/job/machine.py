@@ -16,6 +16,7 @@ class Machine:
         engine_fault: why the linears of the installed Transformer Engine cannot be split; empty if they can.
         has_engine: whether Transformer Engine works there at all.
         graphs_fault: why the installed libraries cannot capture layers as CUDA graphs; empty if they can.
+        gpu: name of the device; empty if unknown.
     """
 
     device: float | None = None
@@ -24,6 +25,7 @@ class Machine:
     engine_fault: str = ""
     has_engine: bool = True
     graphs_fault: str = ""
+    gpu: str = ""
 
 
 ANY = Machine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron.schedules.estimate.device_memory import RankMemory, usable
+from megatron.schedules.estimate.device_memory import RESERVED, RankMemory, usable
 from megatron.schedules.estimate.model_build import MESSAGES, TrainedModel
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.job.job_costs import rank_bytes, unknown_bytes
@@ -55,11 +55,26 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
 def too_small(spec: JobSpec, limit: MemoryLimit, least: float) -> ShortMemoryError:
     """Error for a memory limit where ``least`` bytes of activations and messages are the smallest that works."""
     flag = spec.flags["memory_limit"]
+    if limit.lacking:
+        return _lacking(spec, limit)
     if spec.settings.memory_limit is None or spec.settings.memory_limit.is_measured:
         flag = f"{spec.flags['schedule']} {spec.settings.schedule.name}: the memory that devices have left,"
     return ShortMemoryError(
         f"{flag} {limit.text} is too small for this model on {spec.sizes.pipeline} ranks: "
         f"{_rounded_up(least / 2**30):g}GiB is the smallest that works"
+    )
+
+
+def _lacking(spec: JobSpec, limit: MemoryLimit) -> ShortMemoryError:
+    """Error for a device that is too small for parameters alone."""
+    tensor, pipeline = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    helps = f"larger {tensor} or {pipeline} on more GPUs"
+    if not spec.sizes.optimizer_instances and spec.sizes.world > spec.sizes.of_replica:
+        helps = f"--use-distributed-optimizer, or {helps}"
+    return ShortMemoryError(
+        f"{spec.flags['schedule']} {spec.settings.schedule.name}: weights, gradients and optimizer state alone do not "
+        f"fit: an average rank has {limit.lacking / 2**30:.4g}GiB more of them than {100 * (1 - RESERVED):.0f} % of "
+        f"its device; what helps is {helps}"
     )
 
 
@@ -72,7 +87,7 @@ def device_limit(model: TrainedModel, request: Request, device: float) -> Memory
         device: memory of a device, bytes.
     """
     left = usable(device) - _static_bytes(model, request)
-    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
+    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0), lacking=max(0.0, -left))
 
 
 def _with_first_limit(request: Request) -> Request:

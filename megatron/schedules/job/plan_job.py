@@ -117,6 +117,7 @@ def plan_job(spec: JobSpec, machine: Machine = ANY, make: Make = make_plan) -> J
     Raises:
         PlanError: a flag is wrong, or nothing fits; the error names the flag.
     """
+    spec = _on(machine, spec)
     _check_linears(spec, machine)
     if spec.settings.schedule.name != AUTO:
         job = _planned(spec, machine, make)
@@ -159,6 +160,7 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
     Raises:
         PlanError: as :func:`plan_job`.
     """
+    spec = _on(machine, spec)
     _check_linears(spec, machine)
     refused: list[PlanError] = []
     for choice in auto_choices(spec) if spec.settings.schedule.name == AUTO else [spec]:
@@ -175,6 +177,11 @@ def check_requests(spec: JobSpec, machine: Machine = ANY) -> None:
         else:
             return
     raise refused[0]
+
+
+def _on(machine: Machine, spec: JobSpec) -> JobSpec:
+    """Returns the job with the GPU that it runs on."""
+    return replace(spec, gpu=machine.gpu) if machine.gpu else spec
 
 
 def _check_linears(spec: JobSpec, machine: Machine) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megatron.schedules.estimate.calibration import ERRORS
+from megatron.schedules.estimate.devices import named
+from megatron.schedules.job.job_costs import on_gpu
 from megatron.schedules.job.plan_job import JobPlan
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.printable import amount, counted, percent
 
 
@@ -23,6 +29,7 @@ def summary(job: JobPlan) -> str:
         f"planned peak activation memory {', '.join(told)}, and {counted(max(job.messages), 'message')} at most",
         f"planned for {job.assumed}",
         *([job.left_out] if job.left_out else []),
+        *_estimated(job),
         *(plan.explanation.splitlines() if job.spec.settings.schedule.name == AUTO else []),
     ]
     hidden, exposed = timeline.messages
@@ -32,6 +39,21 @@ def summary(job: JobPlan) -> str:
             f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
         ]
     return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def _estimated(job: JobPlan) -> Iterator[str]:
+    """Yields how long an iteration takes on the job's GPU, and how exact that is; nothing if it is not estimated."""
+    device, batch, spec = named(job.spec.gpu), job.schedule.microbatches, job.spec
+    costs = on_gpu(spec) if spec.settings.costs is None else None
+    if device is None or costs is None or spec.build is None:
+        return
+    seconds = simulate(job.schedule, costs.on(job.schedule.placement, job.request.decisions)).makespan / 1e3
+    tokens = batch * spec.build.samples * spec.build.shape.sequence / (seconds * spec.sizes.of_replica)
+    measure = f"; {spec.flags['measure']} measures it" if "measure" in spec.flags else ""
+    yield (
+        f"on {spec.sizes.world} {device.name} the pipeline takes {seconds:.3g} s an iteration, {tokens:,.0f} tokens/s "
+        f"a GPU ({ERRORS}){measure}"
+    )
 
 
 def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:

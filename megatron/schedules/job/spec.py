@@ -185,6 +185,7 @@ class JobSpec:
         hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag; None if they do
             wherever the costs contain such messages.
         is_built: whether the model is built already, so that only what Megatron reads in each forward may change.
+        gpu: name of the device that the job runs on; empty if unknown.
         stock: Megatron's other arguments, for rules about single arguments.
         flags: the user's flag for each part of a request, for errors; see :meth:`.PlanError.told`.
     """
@@ -204,6 +205,7 @@ class JobSpec:
     model: JobModel | None = None
     hides_messages: bool | None = None
     is_built: bool = False
+    gpu: str = ""
     stock: StockFlags = field(default_factory=StockFlags)
     flags: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

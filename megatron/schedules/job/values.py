@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.schedules.estimate.devices import SHORT, named
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import AUTO, own_chunks
 from megatron.schedules.schedule.costs import Costs
@@ -57,11 +58,13 @@ class MemoryLimit:
         fraction: fraction of 1F1B's activation memory.
         size: size in bytes.
         text: the flag's text.
+        lacking: bytes by which parameters alone exceed what a plan may use of a device.
     """
 
     text: str
     fraction: float | None = None
     size: float | None = None
+    lacking: float = 0.0
 
     @property
     def is_measured(self) -> bool:
@@ -119,10 +122,12 @@ class DryRun:
     Args:
         gpus: GPUs of the job; None to read the number from the launcher.
         device_bytes: memory of one GPU, bytes; None for no comparison.
+        device: name of the GPU, as in :data:`.devices.DEVICES`; empty if only its memory is given.
     """
 
     gpus: int | None = None
     device_bytes: float | None = None
+    device: str = ""
 
 
 Layers = Literal["even", "auto"] | tuple[int, ...]
@@ -229,7 +234,7 @@ def measuring(flag: str, text: str | None) -> Measuring | None:
 
 
 def dry_run(flag: str, text: str | None) -> DryRun | None:
-    """Reads ``[GPUS][xSIZE]``, such as 64, 64x80GiB or x80GiB; the text may be empty."""
+    """Reads ``[GPUS][xSIZE]`` or ``[GPUS][xNAME]``, such as 64, 64x80GiB, x80GiB or 64xH100; the text may be empty."""
     if text is None:
         return None
     gpus, times, memory = text.partition("x")
@@ -237,6 +242,11 @@ def dry_run(flag: str, text: str | None) -> DryRun | None:
     count = integer(flag, gpus, 1, what, _MOST_GPUS) if gpus else None
     if not times:
         return DryRun(count)
+    if memory[:1].isalpha():
+        device = named(memory)
+        if device is None:
+            raise PlanError(f"{flag} {text}: no GPU is known as {memory}: give one of {', '.join(SHORT)}, or its GiB")
+        return DryRun(count, device.memory, device.name)
     return DryRun(count, size(f"{flag} {gpus}x", memory))
 
 

@@ -19,6 +19,9 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.json_files import Amount, Form
 
+# Largest price of a split backward that is believed, as a part of I and W.
+_MOST_PRICE = 0.5
+
 
 class Measured(Form, frozen=True, kw_only=False):
     """Times of passes of one kind on one stage, in milliseconds, also in a file.
@@ -179,7 +182,14 @@ class JobProfile:
         messages = min(forward, self._messages(Kind.F, ranks)), min(input_grad, self._messages(Kind.I, ranks))
         time, layer_input = self._recompute
         return Costs(
-            LayerTimes(forward, input_grad, weight_grad, messages, recompute_time=time),
+            LayerTimes(
+                forward,
+                input_grad,
+                weight_grad,
+                messages,
+                recompute_time=time,
+                splitting=self._splitting * (input_grad + weight_grad),
+            ),
             self.model,
             Link(self.comm, self.latencies if ranks == self.placement.ranks else ()),
             HostCopies(self.copy_time(ranks) or 0.0),
@@ -228,6 +238,14 @@ class JobProfile:
             for kind in (Kind.F, Kind.I)
         }
         return replace(costs, times=times, messages={**costs.messages, **messages} if costs.has_messages else {})
+
+    @property
+    def _splitting(self) -> float:
+        """Price of a split backward as a part of I and W, from stages that ran both; 0 if none did."""
+        both = [stage for stage in self.stages if not stage.halved and Kind.B in stage.times]
+        split = sum(stage.median(Kind.I) + stage.median(Kind.W) for stage in both)
+        whole = sum(stage.median(Kind.B) for stage in both)
+        return min(_MOST_PRICE, max(0.0, 1 - whole / split)) if split else 0.0
 
     @property
     def _weight_share(self) -> float:

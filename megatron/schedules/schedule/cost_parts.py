@@ -58,6 +58,7 @@ class LayerTimes:
         stock_recompute: share of F that Megatron's own recompute repeats inside I.
         recomputed_layers: number of the first layers of each stage that ``stock_recompute`` is for; None for all.
         recompute_time: time of R relative to F.
+        splitting: price of a split backward: time by which I and W together exceed a whole backward.
     """
 
     forward: float = 1.0
@@ -68,12 +69,19 @@ class LayerTimes:
     stock_recompute: float = 0.0
     recomputed_layers: int | None = None
     recompute_time: float = 1.0
+    splitting: float = 0.0
 
     def __post_init__(self) -> None:
         if fault := _fault(self.passes, "positive numbers", zero=False):
             raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in self.passes)}", "costs")
         _check_share(self.stock_recompute, "the forward that is recomputed", "stock_recompute")
         _check_time(self.recompute_time, "the time of a recompute pass", "costs", zero=False)
+        if not 0 <= self.splitting < self.input_grad + self.weight_grad:
+            raise PlanError(
+                f"the price of a split backward must be zero or positive, and less than I and W, not "
+                f"{self.splitting:g}",
+                "costs",
+            )
         for message, name, whole in zip(self.messages, "FI", self.passes, strict=False):
             if not 0 <= message <= whole:
                 raise PlanError(
@@ -90,14 +98,34 @@ class LayerTimes:
     def scaled(self, scale: Callable[[float], float]) -> LayerTimes:
         """Returns these times in another unit."""
         forward, input_grad, weight_grad = map(scale, self.passes)
-        messages = scale(self.messages[0]), scale(self.messages[1])
-        return replace(self, forward=forward, input_grad=input_grad, weight_grad=weight_grad, messages=messages)
+        messages, splitting = (scale(self.messages[0]), scale(self.messages[1])), scale(self.splitting)
+        return replace(
+            self,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            messages=messages,
+            splitting=splitting,
+        )
 
     def repeated(self, counts: Sequence[int]) -> list[float]:
         """Returns the share of F that Megatron's own recompute repeats in I, for stages of so many layers."""
         if (first := self.recomputed_layers) is None:
             return [self.stock_recompute] * len(counts)
         return [self.stock_recompute * min(count, first) / max(count, 1) for count in counts]
+
+    def saved_by_wholes(self, one: float, layers: Sequence[Load]) -> tuple[float, ...]:
+        """Returns the price of a split backward on each stage; empty without.
+
+        Args:
+            one, layers: as in :meth:`on_stages`.
+        """
+        if not self.splitting:
+            return ()
+        share = self.splitting / (self.input_grad + self.weight_grad)
+        return tuple(
+            one * share * (self.input_grad * load.input_grad + self.weight_grad * load.weight_grad) for load in layers
+        )
 
     def on_stages(self, one: float, layers: Sequence[Load], ends: Sequence[Load], repeated: Sequence[float]) -> _ByKind:
         """Returns the times of F, I, W and R on each stage.

@@ -138,6 +138,7 @@ class Costs:
             latencies={(source, to): latency for source, to, latency in self.link.pairs},
             attention=attention,
             messages=messages,
+            splitting=self.layers.saved_by_wholes(one, layers),
             **memory,
         )
 

@@ -75,7 +75,7 @@ class MessagesForm[Value](Form, frozen=True, kw_only=True):
 class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     """Costs of every stage. All times have the same unit. Sizes are in microbatches of a rank's activations.
 
-    times: duration on each stage, by kind of pass. B is left out; it takes as long as I and W together.
+    times: duration on each stage, by kind of pass. B is left out; it takes as long as I and W together, less splitting.
     activation: activation memory of one microbatch on each stage without recompute and offload.
     comm: P2P latency between two ranks; 0 within a rank.
     held: size of each part of a stage's activations, on each stage.
@@ -84,6 +84,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
     messages: part of the times of F, I and R in which a rank waits for messages of its experts, unless weight gradients
         run meanwhile; missing without such messages.
+    splitting: price of a split backward on each stage; missing without.
     """
 
     times: ByKind[tuple[Value, ...]]
@@ -94,6 +95,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     one_way: bool
     latencies: tuple[tuple[Index, Index, Value], ...]
     messages: MessagesForm[Value] | UnsetType = UNSET
+    splitting: tuple[Value, ...] | UnsetType = UNSET
 
     @staticmethod
     def of(costs: StageCosts) -> StageCostsForm[float]:
@@ -109,6 +111,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
             messages=MessagesForm(**{kind.name: by_stage for kind, by_stage in costs.messages.items()})
             if costs.has_messages
             else UNSET,
+            splitting=costs.splitting or UNSET,
         )
 
 
@@ -122,6 +125,7 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
         **{f"held.{share.name}": by_stage for share, by_stage in held.items()},
         **({"standing": form.standing} if form.standing else {}),
         **{f"messages.{kind}": by_stage for kind, by_stage in messages.items()},
+        **({} if form.splitting is UNSET else {"splitting": form.splitting}),
     }
     for name, by_stage in lists.items():
         check_length(by_stage, placement.stages, f"{at}.{name}", "stage")
@@ -130,7 +134,15 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
         if any(message > time for message, time in zip(by_stage, times.get(kind, by_stage), strict=True)):
             raise PlanError(f"{at}.messages.{kind} must not exceed the time of the pass that they are part of")
     return StageCosts(
-        times, form.activation, form.comm, held, form.standing, form.one_way, latencies, messages=messages
+        times,
+        form.activation,
+        form.comm,
+        held,
+        form.standing,
+        form.one_way,
+        latencies,
+        messages=messages,
+        splitting=() if form.splitting is UNSET else form.splitting,
     )
 
 
@@ -144,6 +156,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     kept: part of the activations that F keeps under that recompute; default 1.
     layer_input: part of a layer's activations that is its input, which recompute passes keep; default 0.06.
     recompute_time: time of a recompute pass R relative to F; default 1.
+    splitting: time by which I and W together exceed a whole backward; default 0.
     copy: time to copy the activations of half a rank's layers in one direction; missing if none was given.
     one_way: whether a rank copies in one direction at a time; default false.
     latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
@@ -162,6 +175,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     kept: Portion | UnsetType = UNSET
     layer_input: Portion | UnsetType = UNSET
     recompute_time: Quantity | UnsetType = UNSET
+    splitting: Quantity | UnsetType = UNSET
     copy: Quantity | UnsetType = UNSET
     one_way: bool | UnsetType = UNSET
     latencies: tuple[tuple[Index, Index, Quantity], ...] | UnsetType = UNSET

@@ -7,7 +7,7 @@ grows with the square of a sequence's length. All other times and memory grow wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.schedule.kinds import KINDS, SAVED, SAVING, WHOLES, Doing, Kind, Pass, Share, stages_doing
@@ -94,6 +94,7 @@ class StageCosts:
             gradients run meanwhile (:mod:`.hidden_messages`); empty without such messages.
         loads: relative load of each microbatch; None if all are equal.
         passing: temporary memory of Megatron's own recompute during a B and during an I of each stage; empty without.
+        splitting: price of a split backward on each stage, by which its I and W together exceed its B; empty without.
         of_device: true if the memory limit is what an average rank's parameters leave of its device. Otherwise it is
             one of activations, and counts parameters only to spread them.
     """
@@ -110,6 +111,7 @@ class StageCosts:
     loads: MicrobatchLoads | None = None
     passing: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     of_device: bool = False
+    splitting: tuple[float, ...] = ()
 
     def latency(self, source: int, to: int) -> float:
         """Returns the latency of a message from rank ``source`` to rank ``to``; 0 within a rank."""
@@ -138,8 +140,14 @@ class StageCosts:
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Duration of each kind on each stage: of B that of its parts together, 0 for kinds that are not used."""
-        return self._with_wholes(self.times)
+        """Duration of each kind on each stage: of B that of its parts together, without the price of splitting it.
+
+        It is 0 for kinds that are not used.
+        """
+        found = dict(self._with_wholes(self.times))
+        if self.splitting:
+            found[Kind.B] = tuple(time - price for time, price in zip(found[Kind.B], self.splitting, strict=True))
+        return found
 
     @cached_property
     def of_attention(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -157,6 +165,14 @@ class StageCosts:
         for parts, whole in WHOLES.items():
             by_kind[whole] = tuple(map(sum, zip(*(by_kind[part] for part in parts), strict=True)))
         return by_kind
+
+    @cached_property
+    def without_splitting(self) -> StageCosts:
+        """The costs of a schedule whose backwards are all whole: W takes less by the price of splitting."""
+        if not self.splitting:
+            return self
+        weights = tuple(max(0.0, time - price) for time, price in zip(self.times[Kind.W], self.splitting, strict=True))
+        return replace(self, times={**self.times, Kind.W: weights}, splitting=())
 
     def durations_of(self, passes: Iterable[Pass]) -> list[float]:
         """Returns the duration of each of ``passes``."""

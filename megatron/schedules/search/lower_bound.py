@@ -28,7 +28,8 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         limit: memory limit, microbatches on an average rank.
     """
     rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage
-    limits, durations = costs.limits(placement, limit), costs.durations
+    # Backwards may be whole.
+    limits, durations = costs.limits(placement, limit), costs.without_splitting.durations
     forward, input_grad, weight_grad, redo = (durations[kind] for kind in (Kind.F, Kind.I, Kind.W, Kind.R))
     messages = costs.of_messages
     recomputed, offloaded = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]

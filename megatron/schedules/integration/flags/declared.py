@@ -78,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         FLAGS["dry_run"],
         nargs="?",
         const="",
-        metavar="[GPUS][xGIB]",
+        metavar="[GPUS][xGIB|xGPU]",
         help="Print the plan, the layers of each stage and the memory of each rank, and stop: also without torchrun "
         "and without a GPU. GPUS is the number of GPUs of the job, where neither torchrun nor SLURM says it. With the "
         "memory of one GPU, such as 64x80GiB or x80GiB, prints whether the job fits and what would make it fit; ends "
-        "with status 3 where it does not.",
+        "with status 3 where it does not. With the name of the GPU, such as 64xH100, estimates the time too.",
     )
     return parser
 

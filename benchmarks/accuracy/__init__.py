@@ -1,0 +1,1 @@
+"""Estimates of iteration times held against measurements that others published."""

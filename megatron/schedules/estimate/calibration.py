@@ -1,0 +1,71 @@
+"""What jobs reach of a GPU's peaks, and times that no data sheet gives: each number with its source.
+
+``python -m benchmarks accuracy`` holds estimates with these numbers against published measurements (docs/accuracy.md),
+and fits those marked *fitted* anew without each family of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Reached(NamedTuple):
+    """What an architecture reaches.
+
+    Args:
+        products: share of the peak that large products reach. In FP8 and FP4 it is a share of their peaks.
+        attention: time of attention itself over that of its kernel alone. In part it stands for what layers move around
+            attention, so it is too high for much longer sequences than were measured (4,096 and 8,192 tokens).
+    """
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Numbers of a roofline. The defaults of fields are for all architectures.
+
+    Args:
+        reached: what each architecture reaches.
+        stream, link: shares of the peak that memory streams and collectives reach. Assumed.
+        launch: seconds from one kernel to the next. Assumed.
+        block_scaled: rate of MXFP8 products over that of FP8 products with one scale for each tensor. Fitted.
+        messages: part of the time of experts' messages that nothing hides. Fitted.
+        routed_passes: times that F and I together read or write every routed token in bf16: permuting, padding,
+            gathering and scattering. Fitted.
+        experts_host: seconds that F, I and W of a layer with experts wait for the host without CUDA graphs. Fitted.
+        partial_graphs: part of ``experts_host`` that is left if parts of layers are captured; none is left if a whole
+            iteration is. Fitted.
+        splitting: time by which I and W together exceed a whole backward, as a part of it. Fitted to AMD's measurements
+            of schedules. Measured costs do not contain it.
+    """
+
+    reached: Mapping[str, Reached] = field(default_factory=lambda: REACHED)
+    stream: float = 0.85
+    link: float = 0.75
+    launch: float = 4e-6
+    block_scaled: float = 0.90
+    messages: float = 0.085
+    routed_passes: float = 14.5
+    experts_host: float = 6.2e-3
+    partial_graphs: float = 0.37
+    splitting: float = 0.03
+
+
+# Fitted to NVIDIA's measurements of recipes: hopper, blackwell (B200 and GB200) and blackwell ultra (B300 and GB300).
+# Ampere: assumed, with the share of FlashAttention-2 measured on it. Rubin: as Blackwell. AMD's: fitted to a run each.
+REACHED: Mapping[str, Reached] = {
+    "ampere": Reached(0.85, 1.0),
+    "hopper": Reached(0.77, 2.5),
+    "blackwell": Reached(0.65, 2.5),
+    "blackwell ultra": Reached(0.83, 2.5),
+    "rubin": Reached(0.65, 2.5),
+    "cdna3": Reached(0.65, 2.5),
+    "cdna4": Reached(0.65, 2.5),
+}
+CALIBRATED = Calibration()
+ERRORS = "estimated; such times were 5 % (median) to 21 % (one in ten) off published measurements, see docs/accuracy.md"
+"""How far off estimates for a GPU are, in words. ``tests/benchmarks/test_accuracy.py`` holds it against the page."""

@@ -1,0 +1,80 @@
+"""docs/accuracy.md: its rows, what is fitted to them, and the words about errors that a dry run prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.accuracy import fit
+from benchmarks.accuracy.report import Predicted, Report, measured
+from benchmarks.accuracy.rows import Row, even_layers, read
+from megatron.schedules.estimate.calibration import CALIBRATED, ERRORS
+from megatron.schedules.estimate.devices import DEVICES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text()
+ROWS = read(measured())
+
+
+def row(**changes: object) -> Row:
+    return replace(next(each for each in ROWS if each.name == "Qwen3-30B-A3B"), **changes)  # type: ignore[arg-type]
+
+
+def test_a_dry_run_says_the_errors_of_the_page():
+    """In percent: the median error of all rows, and what nine of ten are within."""
+    found = re.search(r"^\| all \| (\d+) \| [\d.]+ \| ([\d.]+) % \| [\d.]+ % \| ([\d.]+) %", PAGE, re.MULTILINE)
+    said = re.search(r"(\d+) % \(median\) to (\d+) % \(one in ten\)", ERRORS)
+    assert found is not None and said is not None
+    assert int(found[1]) == sum(each.is_pretraining for each in ROWS)
+    assert [round(float(found[2])), round(float(found[3]))] == [int(said[1]), int(said[2])]
+
+
+def test_the_page_has_every_row_that_is_counted():
+    for each in ROWS:
+        written = f"| {each.release} | {each.name} | {each.gpus} {each.gpu} | {each.precision} |"
+        assert (written in PAGE) == any(
+            other.is_pretraining
+            for other in ROWS
+            if (other.release, other.name, other.gpus, other.gpu, other.precision)
+            == (each.release, each.name, each.gpus, each.gpu, each.precision)
+        )
+
+
+def test_a_release_without_a_known_recipe_has_that_of_the_one_before():
+    record = {"model": "Qwen3_235B_a22B", "gpu": "GB200", "precision": "MXFP8", "release": "26.06", "gpus": 256}
+    record |= {"gbs": 8192, "mbs": 1, "seq": 4096, "tp": 1, "pp": 8, "cp": 1, "vp": 3, "ep": 32, "tokens": 1.0}
+    known = {**record, "cuda_graph_impl": "full_iteration", "moe_a2a_overlap": True}
+    old = {**known, "release": "25.11", "cuda_graph_impl": "transformer_engine"}
+    graphs = [each.graphs for each in read([old, known, {**record, "release": "26.08"}])]
+    assert graphs == ["transformer_engine", "full_iteration", "full_iteration"]
+
+
+def test_layers_are_placed_as_recipes_place_them():
+    assert even_layers(80, 4) == (20, 20, 20, 20)
+    assert even_layers(126, 32) == (3, *(4,) * 30, 3)
+    assert even_layers(61, 8) == (*(8,) * 7, 5)
+
+
+def test_a_captured_iteration_waits_for_no_host_and_partial_graphs_less():
+    none, partial, whole = (row(graphs=graphs).busiest() for graphs in ("", "transformer_engine", "full_iteration"))
+    layers = 24 * row().microbatches
+    assert none - whole == pytest.approx(layers * CALIBRATED.experts_host)
+    assert partial - whole == pytest.approx(layers * CALIBRATED.experts_host * CALIBRATED.partial_graphs)
+
+
+def test_the_vectors_of_a_fit_are_a_calibration():
+    numbers = fit.numbers(CALIBRATED)
+    assert len(numbers) == len(fit.NAMES)
+    again = fit.calibration(numbers)
+    assert np.allclose(fit.numbers(again), numbers)
+    assert {device.architecture for device in DEVICES.values()} <= set(again.reached)
+
+
+def test_a_pair_is_in_order_if_the_faster_setting_is_predicted_to_be_faster():
+    fast, slow = row(gpu="GB200", tokens=200.0), row(gpu="H100", tokens=100.0)
+    for first, second, right in ((1.0, 2.0, 1), (2.0, 1.0, 0)):
+        report = Report([Predicted(fast, first), Predicted(slow, second)])
+        assert report.pairs == {"GPU": (right, 1), "setting": (0, 0)}
