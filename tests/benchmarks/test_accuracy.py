@@ -24,8 +24,10 @@ def row(**changes: object) -> Row:
 
 
 def test_a_dry_run_says_the_errors_of_the_page():
-    """In percent: the median error of all rows, and what nine of ten are within."""
-    found = re.search(r"^\| all \| (\d+) \| [\d.]+ \| ([\d.]+) % \| [\d.]+ % \| ([\d.]+) %", PAGE, re.MULTILINE)
+    """In percent, without a row's own model: the median error of all rows, and what nine of ten are within."""
+    found = re.search(
+        r"^\| all \| (\d+) \| [\d.]+ \| (?:[\d.]+ % \| ){3}([\d.]+) % \| [\d.]+ % \| ([\d.]+) %", PAGE, re.MULTILINE
+    )
     said = re.search(r"(\d+) % \(median\) to (\d+) % \(one in ten\)", ERRORS)
     assert found is not None and said is not None
     assert int(found[1]) == sum(each.is_pretraining for each in ROWS)

@@ -19,7 +19,7 @@ class Device:
 
     Args:
         name: the vendor's name.
-        architecture: its name in :data:`.calibration.SUSTAINED`.
+        architecture: its name in :data:`.calibration.REACHED`.
         matrix_flops: dense bf16 multiplications and additions per second.
         memory: bytes of memory.
         memory_bandwidth: bytes per second.

@@ -46,7 +46,7 @@ class Prices:
     This class describes any GPU, in FLOPs: it computes about 200 FLOPs while its memory moves a byte. An A100 computes
     150 and an H100 300 (data sheets). While a byte goes to another GPU of its node it computes 2,000 FLOPs, and 16,000
     while it goes to another node; an A100 computes 1,200 and 14,000, an H100 2,500 and 22,000
-    (:data:`.roofline.DEVICES`).
+    (:data:`.devices.DEVICES`).
 
     Attributes:
         domain: GPUs that links of a node connect.
