@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.gpu_libraries import graphs_fault, te_fault, te_missing
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
+from megatron.schedules.job.job_costs import uses_estimates
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
+
+# Files of NVIDIA's driver and of AMD's.
+_DEVICES = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 
 def machine_of(spec: JobSpec) -> Machine:
@@ -32,15 +38,17 @@ def machine_of(spec: JobSpec) -> Machine:
         (te_fault() or "") if needs_engine else "",
         not needs_engine or not te_missing(),
         (graphs_fault() or "") if spec.stock.cuda_graphs == GRAPHS else "",
-        _gpu(),
+        _gpu(spec),
     )
 
 
-def _gpu() -> str:
-    """Name of this rank's device; empty before torch is imported, and without a GPU."""
+def _gpu(spec: JobSpec) -> str:
+    """Name of this rank's device; empty without one, and before torch is imported if the plan does not depend on it."""
     try:
         return str(after_megatron("megatron.schedules.integration.rank_device").device_name())
     except TooEarlyError:
+        if uses_estimates(spec) and any(node.exists() for node in _DEVICES):
+            raise
         return ""
 
 

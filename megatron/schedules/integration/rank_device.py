@@ -23,7 +23,9 @@ STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
 
 def device_name() -> str:
     """Name of this rank's GPU; empty without one."""
-    return "" if standin.enabled() else torch.cuda.get_device_name()
+    if standin.enabled() or not torch.cuda.is_available():
+        return ""
+    return torch.cuda.get_device_name(torch.cuda.current_device())
 
 
 class PeakReport:

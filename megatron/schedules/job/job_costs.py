@@ -87,7 +87,7 @@ def assumed(spec: JobSpec, costs: Costs, layers: tuple[int, ...] | None) -> str:
     choice = spec.settings.costs
     if choice is not None and choice.file is not None:
         said = f"{'costs' if spec.profile is None else 'measured times'} ({printable(choice.text)})"
-    elif _uses_estimates(spec) and (device := named(spec.gpu)) is not None:
+    elif uses_estimates(spec) and (device := named(spec.gpu)) is not None:
         said = f"times estimated for {device.name}"
     elif choice is not None:
         said = f"F,I,W {choice.text} as given"
@@ -148,7 +148,7 @@ def of_gpu(spec: JobSpec) -> Costs | None:
     return costs.scaled(lambda seconds: 1e3 * seconds)
 
 
-def _uses_estimates(spec: JobSpec) -> bool:
+def uses_estimates(spec: JobSpec) -> bool:
     """Returns true if the times of passes are estimates for the job's GPU."""
     return spec.settings.costs is None and spec.times is None and spec.settings.saving.offload
 
@@ -165,7 +165,7 @@ def on_gpu(spec: JobSpec) -> Costs | None:
 def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
     """Adds the time to copy the activations of half a rank's layers in one direction, which offload needs."""
     flag, costs_flag, gbps = spec.flags["offload"], spec.flags["costs"], spec.settings.saving.gbps
-    device = named(spec.gpu) if _uses_estimates(spec) else None
+    device = named(spec.gpu) if uses_estimates(spec) else None
     if gbps is None and device is not None:
         gbps = device.host_link / 1e9
     if gbps is None and not costs.copies.time:
