@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from benchmarks.apart import rows_apart, tell_megatron
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
-_SIZES, _MICROBATCHES, _LAYERS = (2, 4), 32, 8
-_ROUNDS, _ITERATIONS, _QUICK_ITERATIONS = 5, 8, 4
+_SIZES, _MICROBATCHES, _LAYERS = (2,), 32, 8
+_ROUNDS, _ITERATIONS, _QUICK_ITERATIONS = 3, 6, 4
 _WARM_UP = 2
 _MODEL = shlex.split(f"""
     --num-layers {_LAYERS} --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
@@ -68,7 +68,7 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
     quick_start()
     rounds, iterations = (1, _QUICK_ITERATIONS) if quick else (_ROUNDS, _ITERATIONS)
-    for ranks in _SIZES[:1] if quick else _SIZES:
+    for ranks in _SIZES:
         taken: dict[str, list[float]] = {job.name: [] for job in _JOBS}
         for number in range(rounds):
             for job in _JOBS:
