@@ -1,8 +1,7 @@
-"""What a schedule costs the host: processor time of whole training steps of tiny layers, beside stock's."""
+"""What a schedule costs the host: processor time of whole training steps of tiny layers, as a part of stock's."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 import sys
@@ -97,7 +96,6 @@ def _train(ranks: int, flags: Sequence[str]) -> float:
     import pretrain_gpt
 
     tell_megatron()
-    os.environ["OMP_NUM_THREADS"] = "1"
     seconds: list[float] = []
     step = training.train_step
 
@@ -134,7 +132,7 @@ def section(rows: Sequence[Row]) -> str:
         "thread that trains, of all ranks together, waiting excluded; the median of the rounds with their range. "
         "Jobs take turns, and a ratio is of one round: to stock's job with as many chunks."
     )
-    heads = ("schedule", "ranks", "step, ms", "beside stock")
+    heads = ("schedule", "ranks", "step, ms", "of stock's")
     return f"{how}\n\n{markdown_table(heads, [_cells(row) for row in rows])}"
 
 

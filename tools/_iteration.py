@@ -116,7 +116,7 @@ class Setting:
             trained,
             Roofline(self.device),
             self.pipeline,
-            same_node=self.gpus <= self.device.domain,
+            gpus=self.gpus,
             hides=bool(spec.hides_messages),
             correction=self.correction,
         )

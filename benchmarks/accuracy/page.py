@@ -7,6 +7,7 @@ from statistics import median
 
 from benchmarks.accuracy.fit import NAMES, numbers
 from benchmarks.accuracy.report import Predicted, Report, Run, summary
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.calibration import CALIBRATED
 from megatron.schedules.report.table import markdown
 
@@ -155,7 +156,7 @@ def _numbers() -> str:
 def _row(each: Predicted) -> list[str]:
     row = each.row
     sizes = {"T": row.tensor, "C": row.context, "E": row.expert, "P": row.pipeline, "V": row.chunks}
-    graphs = {"full_iteration": "whole", "transformer_engine": "partial"}.get(row.graphs, "")
+    graphs = {WHOLE: "whole", GRAPHS: "partial"}.get(row.graphs, "")
     predicted = row.tokens * each.ratio
     return [
         row.release,

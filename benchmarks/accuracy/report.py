@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.accuracy.fit import fitted
 from benchmarks.accuracy.rows import Row, read
+from megatron.schedules.estimate.devices import GIB
 
 _FOLDER = Path(__file__).parent
 # Measurements closer than this, as a ratio, are in no order.
 _APART = 1.01
-_GIB = 2.0**30
 
 
 class Predicted(NamedTuple):
@@ -141,7 +141,7 @@ def _run(name: str, row: Row, record: Mapping[str, Any], microbatches: int) -> R
     for schedule in record["tokens"]:
         job = row.planned(schedule=schedule)
         seconds[schedule] = job.plan.iteration_time + row.after()
-        gib[schedule] = max(rank.device for rank in job.memory) / _GIB
+        gib[schedule] = max(rank.device for rank in job.memory) / GIB
     tokens, memory = record["tokens"], record["gib"]
     return Run(
         name,

@@ -11,7 +11,7 @@ from benchmarks.accuracy.models import flags, named
 from megatron.schedules.cli.options import FLAGS
 from megatron.schedules.estimate.calibration import CALIBRATED, Calibration
 from megatron.schedules.estimate.device_costs import device_costs, optimizer_seconds
-from megatron.schedules.estimate.devices import DEVICES, Device
+from megatron.schedules.estimate.devices import SHORT, Device
 from megatron.schedules.estimate.model_build import recomputed_share
 from megatron.schedules.estimate.models import Model
 from megatron.schedules.estimate.parameters import parameters
@@ -127,7 +127,7 @@ class Row:
     @property
     def device(self) -> Device:
         """The GPU."""
-        return next(device for name, device in DEVICES.items() if name.split("-")[0] == self.gpu)
+        return SHORT[self.gpu]
 
     @property
     def data(self) -> int:
@@ -165,7 +165,7 @@ class Row:
         model = self.spec.trained
         assert model is not None, "the model is known"
         roofline = Roofline(self.device, known)
-        return device_costs(model, roofline, self.pipeline, same_node=self.gpus <= self.device.domain)
+        return device_costs(model, roofline, self.pipeline, gpus=self.gpus)
 
     def after(self, known: Calibration = CALIBRATED) -> float:
         """Estimated seconds of the optimizer. Recipes hide the messages of gradients and parameters."""

@@ -22,12 +22,11 @@ from benchmarks.recipes import arguments, bridge
 from benchmarks.recipes.answer import SEARCH_SECONDS, TRIED, Answer, answer, with_acceptance
 from benchmarks.recipes.page import as_page, as_text
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.estimate.devices import DEVICES, GIB
+from megatron.schedules.estimate.devices import GIB, SHORT
 from megatron.schedules.planner.registry import AUTO, NAMES
 from megatron.schedules.utils.errors import PlanError
 
 # Memory of each GPU by its data sheet, GiB.
-_GIB = {name.partition("-")[0]: device.memory / GIB for name, device in DEVICES.items()}
 _NAMED = [name for name in NAMES if name not in (AUTO, "adaptive", "file")]
 _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 
@@ -36,7 +35,7 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 @click.argument("recipes", nargs=-1)
 @click.option("--bridge", "folder", type=click.Path(path_type=Path), help="Unpacked wheel of megatron-bridge.")
 @click.option("--gpus", type=click.IntRange(2, 10_000_000), help="GPUs of a script.")
-@click.option("--device", type=click.Choice(list(_GIB)), default="H100", show_default=True, help="GPU of a script.")
+@click.option("--device", type=click.Choice(list(SHORT)), default="H100", show_default=True, help="GPU of a script.")
 @click.option(
     "--schedule",
     type=click.Choice(_NAMED),
@@ -96,7 +95,7 @@ def main(
         if acceptance and before is not None:
             known[name] = with_acceptance(before, args)
         else:
-            known[name] = answer(name, args, gpu, _GIB[gpu], schedule, seconds, before if plans else None)
+            known[name] = answer(name, args, gpu, SHORT[gpu].memory / GIB, schedule, seconds, before if plans else None)
         click.echo(as_text(known[name]))
         if output is not None:
             emit(as_json(known.values()), output)

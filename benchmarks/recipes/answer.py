@@ -17,7 +17,7 @@ from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.calibration import CALIBRATED
 from megatron.schedules.estimate.device_costs import device_costs
-from megatron.schedules.estimate.devices import DEVICES, Device
+from megatron.schedules.estimate.devices import GIB, SHORT, Device
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import loads
@@ -35,7 +35,6 @@ from megatron.schedules.utils.errors import PlanError
 
 # Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
 TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
-_GIB = 2.0**30
 # Microbatches of each rank with which the rules are asked.
 _MICROBATCHES_A_RANK = 3
 _HIDING = "overlap_moe_expert_parallel_comm"
@@ -187,13 +186,13 @@ def answer(
     """
     spec, chunks = _read(args, gib)
     # A plan does not depend on them. Their rules are asked below.
-    plain, gpu = replace(spec, stock=StockFlags()), of_name(device)
+    plain, gpu = replace(spec, stock=StockFlags()), SHORT[device]
     of_stock = _timed(plain, gpu, stock=True)
     stock, is_as_set = _stock(of_stock, chunks)
     has_figures = not any(getattr(args, argument, None) for argument in _NO_FIGURES)
     for each in tried:
         alike = _planned(_placed(of_stock, ScheduleChoice(each, each)))
-        if not has_figures or alike.fits(gib * _GIB):
+        if not has_figures or alike.fits(gib * GIB):
             break
     found = Answer(
         name,
@@ -238,11 +237,6 @@ def answer(
     )
 
 
-def of_name(device: str) -> Device:
-    """Returns the device whose name is or begins with ``device``."""
-    return next(found for name, found in DEVICES.items() if name.partition("-")[0] == device)
-
-
 def _timed(spec: JobSpec, device: Device, *, stock: bool = False) -> JobSpec:
     """Returns ``spec`` with the device's times; for ``stock``, its own overlap hides experts' messages."""
     if spec.trained is None:
@@ -253,7 +247,7 @@ def _timed(spec: JobSpec, device: Device, *, stock: bool = False) -> JobSpec:
         spec.trained,
         Roofline(device, known),
         spec.sizes.pipeline,
-        same_node=spec.sizes.world <= device.domain,
+        gpus=spec.sizes.world,
         hides=hides and not stock,
     )
     return replace(spec, times=times, hides_messages=spec.hides_messages and not stock)
@@ -365,8 +359,8 @@ def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:
     return Planned(
         chosen,
         round(timeline.bubble, 4),
-        round(worst.device / _GIB, 1),
-        round(worst.activations / _GIB, 1),
+        round(worst.device / GIB, 1),
+        round(worst.activations / GIB, 1),
         1.0 if stock is None else round(timeline.makespan / stock.plan.iteration_time, 3),
         ",".join(map(str, job.layers)),
         round(job.request.decisions.mean_savings.get("recomputed", 0.0), 3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.package_info import __shortversion__
+
+from megatron.schedules.integration.touch_points import minor
 
 
 class Line(NamedTuple):
@@ -91,8 +92,4 @@ def _holds(when: str) -> bool:
     """Whether ``since VERSION`` or ``before VERSION`` holds for this Megatron; both are true where nothing is said."""
     word, _, version = when.partition(" ")
     assert word in ("", "since", "before"), when
-    return not word or (_numbers(__shortversion__) >= _numbers(version)) == (word == "since")
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+    return not word or (minor(__shortversion__) >= minor(version)) == (word == "since")

@@ -27,10 +27,8 @@ def put_in_place(samples: str) -> None:
     the ends" that it finds.
     """
     reads = {"Megatron says": _says_megatron, "at the ends": _is_end}[samples]
-    provider = partial(_datasets, reads)
-    provider.is_distributed = True  # type: ignore[attr-defined]
     MockGPTLowLevelDataset.max_sequence_length = 9
-    gpt.datasets_provider, gpt.forward_step = provider, partial(_forward_step, reads)
+    gpt.datasets_provider, gpt.forward_step = provider(reads), partial(_forward_step, reads)
 
 
 def _says_megatron(stage: int | None) -> bool:
@@ -44,6 +42,13 @@ def _is_end(stage: int | None) -> bool:
 def _ends(stage: int | None) -> tuple[bool, bool]:
     where: Any = {"ignore_virtual": stage is None, "vp_stage": stage}
     return parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
+
+
+def provider(reads: Reads) -> Any:
+    """Provides mock data on the stages that read."""
+    provided = partial(_datasets, reads)
+    provided.is_distributed = True  # type: ignore[attr-defined]
+    return provided
 
 
 def _datasets(reads: Reads, num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -69,17 +74,17 @@ def _forward_step(
     reads: Reads, samples: Iterator[Any] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     stage = get_attr_wrapped_model(model, "vp_stage")
-    batch = _batch(samples, stage) if reads(stage) else dict.fromkeys(_KEYS)
+    batch = read_batch(samples, *_ends(stage)) if reads(stage) else dict.fromkeys(KEYS)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(gpt.loss, batch["loss_mask"])
 
 
-_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def _batch(samples: Iterator[Any] | None, stage: int | None) -> dict[str, Any]:
+def read_batch(samples: Iterator[Any] | None, first: bool, last: bool, *, ahead: bool = False) -> dict[str, Any]:
+    """A microbatch on a stage that reads: the first, the last, or one that predicts several tokens ahead."""
     args, tensor_rank = get_args(), parallel_state.get_tensor_model_parallel_rank()
-    first, last = _ends(stage)
     read = {} if tensor_rank or samples is None else dict(next(samples))
     found: dict[str, Any] = get_batch_on_this_tp_rank(
         read,
@@ -92,7 +97,7 @@ def _batch(samples: Iterator[Any] | None, stage: int | None) -> dict[str, Any]:
         tp_rank=tensor_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=ahead,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,

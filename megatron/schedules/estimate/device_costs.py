@@ -18,7 +18,7 @@ def device_costs(
     roofline: Roofline,
     pipeline: int,
     *,
-    same_node: bool,
+    gpus: int,
     hides: bool = False,
     correction: PassTimes = ONES,
 ) -> Costs:
@@ -28,7 +28,7 @@ def device_costs(
         model: the model as trained.
         roofline: prices of the device.
         pipeline: pipeline ranks.
-        same_node: true if links connect all GPUs of the job. If any message crosses domains, all are assumed to.
+        gpus: GPUs of the job. If they are of several domains, all messages are assumed to cross them.
         hides: true if weight gradients may run behind messages of experts.
         correction: measured over modelled times of a layer's passes, see :func:`.roofline.corrections`.
     """
@@ -49,7 +49,7 @@ def device_costs(
     # Embedding and output layer are never split.
     price = 1 + roofline.splitting
     of_parts = replace(of_parts, first=_unsplit(of_parts.first, price), last=_unsplit(of_parts.last, price))
-    return Costs(layers, of_parts, Link(roofline.message(model.message_bytes, same_node=same_node)))
+    return Costs(layers, of_parts, Link(roofline.message(model.message_bytes, same_node=gpus <= roofline.domain)))
 
 
 def _unsplit(part: Part, price: float) -> Part:

@@ -6,7 +6,6 @@ A job's first lines name the optional ones.
 from __future__ import annotations
 
 import inspect
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
+from megatron.schedules.integration.touch_points import minor
 
 ENGINE = "transformer_engine.pytorch"
 LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -126,7 +126,7 @@ def graphs_fault() -> str | None:
     """
     if fault := te_fault():
         return fault
-    if tuple(map(int, re.findall(r"\d+", te_version())[:2])) < OLDEST_WITH_GRAPHS:
+    if minor(te_version()) < OLDEST_WITH_GRAPHS:
         needed = ".".join(map(str, OLDEST_WITH_GRAPHS))
         return f"Transformer Engine {te_version()} has no CUDA graphs of weight gradients, as {needed} and later do"
     stock = after_megatron("megatron.core.transformer.cuda_graphs")

@@ -100,5 +100,9 @@ REPEATED = (
 
 def is_newer(version: str) -> bool:
     """Returns whether ``version`` is of a later minor version than :data:`NEWEST`. Patch releases change little."""
-    one, other = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (version, NEWEST))
-    return one > other
+    return minor(version) > minor(NEWEST)
+
+
+def minor(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -123,13 +123,8 @@ def _times(spec: JobSpec) -> Costs:
     """Times of a cost file written by hand, of the flag, of a device, or by the model's arithmetic."""
     choice, custom = spec.settings.costs, spec.custom_costs
     given = custom.times if custom is not None else None if choice is None else choice.times
-    if given is None and spec.times is None and spec.settings.saving.offload:
-        return of_gpu(spec) or _by_arithmetic(spec)
-    return given or spec.times or _by_arithmetic(spec)
-
-
-def _by_arithmetic(spec: JobSpec) -> Costs:
-    return Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio)
+    known = given or spec.times or (of_gpu(spec) if uses_estimates(spec) else None)
+    return known or (Costs() if spec.build is None else Costs.of(*loads(spec.build).ratio))
 
 
 def of_gpu(spec: JobSpec) -> Costs | None:
@@ -141,7 +136,7 @@ def of_gpu(spec: JobSpec) -> Costs | None:
         model,
         Roofline(device),
         spec.sizes.pipeline,
-        same_node=spec.sizes.world <= device.domain,
+        gpus=spec.sizes.world,
         hides=bool(spec.hides_messages),
     )
     # The parts' loads are relative.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build_flags import GRAPHS
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import letters_by_stage, wrong_layers
@@ -207,7 +207,7 @@ def _words(job: _Job) -> str:
 
 _OTHER_GRAPHS = {
     "local": "its graphs of layers have no weight gradients that a plan places",
-    "full_iteration": "an iteration is not captured as a whole so far",
+    WHOLE: "an iteration is not captured as a whole so far",
 }
 _FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
