@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from megatron.schedules.utils.private_folder import COMPILED, PLANS_VARIABLE, private_folder
+from tests.tiers import ALL_EXAMPLES
 
 TIERS = ("pure", "job", "nightly")
 # Fixtures with which a test asks for ranks of Megatron's.
@@ -64,6 +66,8 @@ def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("day", max_examples=ALL_EXAMPLES // 3)
+    settings.load_profile("default" if config.getoption("--nightly") else "day")
     if config.getoption("--features-to"):
         config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
 

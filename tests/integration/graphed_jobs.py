@@ -83,11 +83,11 @@ def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
 
 def _share_by_copying() -> None:
     """Megatron gives discarded outputs the memory of recomputed ones; that of the model's pool stays where it is."""
-    shares = random._get_share_storage()
+    compiled = random._get_share_storage  # which takes half a minute on a new machine
 
     def share(output: torch.Tensor, recomputed: torch.Tensor) -> None:
         if cuda_graphs.block_of(output) is None:
-            shares(output, recomputed)
+            compiled()(output, recomputed)
         else:
             output.data.copy_(recomputed)
 

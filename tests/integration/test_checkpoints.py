@@ -66,15 +66,15 @@ def assert_the_same(resumed: Result, straight: Result) -> None:
     assert [str(k) for k, v in straight.weights.items() if not torch.equal(v, resumed.weights[k])] == []
 
 
-# How many ranks, whether embeddings are tied, flags, under which schedules, and under which of them by default.
+# How many ranks, whether embeddings are tied, flags, under which schedules, and under which of them by day.
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARED = "--pipeline-vocabulary-parallel"
 ENOUGH = ("zb-1p", "v-half")  # where the schedule has no part in what is resumed
 RESUMED = {
-    "dropout": (2, False, DROPOUT, SCHEDULES, ("adaptive",)),
+    "dropout": (2, False, DROPOUT, SCHEDULES, ()),
     "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ENOUGH, ()),
     "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ENOUGH, ("v-half",)),
-    "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", SCHEDULES, ("v-half",)),
+    "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", SCHEDULES, ()),
     "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ENOUGH, ()),
     "constant structure": (4, False, "--ckpt-assume-constant-structure", ENOUGH, ()),
     "shared vocabulary": (2, False, SHARED, ENOUGH, ()),
@@ -87,8 +87,8 @@ RESUMED = {
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [
-        case(schedule, kind, usual=schedule in usual)
-        for kind, (*_, schedules, usual) in RESUMED.items()
+        pytest.param(schedule, kind, marks=pytest.mark.job if schedule in by_day else pytest.mark.nightly)
+        for kind, (*_, schedules, by_day) in RESUMED.items()
         for schedule in schedules
     ],
 )

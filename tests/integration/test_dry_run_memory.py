@@ -215,14 +215,14 @@ MIXERS = """--spec tests.integration.kernel_mixers STACK --mamba-head-dim 16 --m
     --linear-num-value-heads 8"""
 HYBRIDS = {
     "Mamba and gated delta nets": ("v-half", 1, "9.0", f"{TE_MOE} {MIXERS} {HYBRID} MEG-"),
+}
+HYBRIDS_IN_FULL = {
     "experts, within GiB, layers placed by the plan": (
         "adaptive",
         1,
         "9.0",
         f"{TE_MOE} {HYBRID} *E*-*E*E --pipeline-memory-limit 0.0055GiB --pipeline-layers auto",
     ),
-}
-HYBRIDS_IN_FULL = {
     "Mamba": ("zb-1p", 1, "9.0", f"{MODERN} {MIXERS} {HYBRID} MMMMMMMM"),
     "gated delta nets": ("zb-1p", 1, "9.0", f"{MODERN} {MIXERS} {HYBRID} GGGGGGGG"),
     "sparse attention": ("zb-1p", 1, "9.0", f"{MLA} --qk-layernorm {SPARSE} {HYBRID} D-D-D-D-"),

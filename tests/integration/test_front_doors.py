@@ -33,7 +33,7 @@ LIMITS = ("0.7", "20GiB")
 MICROBATCHES = 8
 SETTINGS = some_by_night(
     product(MODELS, RANKS, LIMITS, ("auto", "adaptive")),
-    lambda model, ranks, limit, schedule: ranks == 2,
+    lambda model, ranks, limit, schedule: ranks == 2 or model == "selective recompute",
 )
 
 

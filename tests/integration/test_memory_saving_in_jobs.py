@@ -29,8 +29,7 @@ HOW = {
 }
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("how", ["recompute", by_night("both"), by_night("offload")])
+@pytest.mark.parametrize("how", HOW)
 def test_a_job_that_saves_memory_has_stocks_gradients(train, how):
     ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
     stock = train.stock(4, *JOB)

@@ -14,6 +14,7 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.server import Megatron
+from tests.tiers import by_night
 
 CHOICE = ScheduleChoice("adaptive", "adaptive")
 
@@ -44,7 +45,7 @@ def _planned(limit: float, groups: bool) -> tuple[int, str, str, int]:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("world", "groups"), [(4, True), (64, False)], ids=["in groups", "64 ranks"])
+@pytest.mark.parametrize(("world", "groups"), [(4, True), (16, False), by_night(64, False)])
 def test_one_rank_of_a_job_searches(megatron: Megatron, world: int, groups: bool) -> None:
     found = megatron("on_ranks", world, _planned, 0.6, groups)
     assert [number for number, *_ in found] == [2] + [0] * (world - 1)

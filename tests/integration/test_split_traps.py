@@ -14,6 +14,7 @@ import torch
 from fused_kernels import fused_kernels
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -301,6 +302,38 @@ def what_does_not_split_is_reported() -> None:
     assert found.partial == ["head.weight"]
 
 
+class _AutocastOfProducts(TorchFunctionMode):
+    """Notes the autocast of a GPU's products that is on at each product of a weight gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.matmul:
+            is_on = torch.is_autocast_enabled("cuda")
+            self.seen.append(torch.get_autocast_dtype("cuda") if is_on else None)
+        return func(*args, **(kwargs or {}))
+
+
+def w_has_the_autocast_of_its_forward() -> None:
+    """On a CPU products heed no autocast of a GPU's, but it can be on."""
+    from megatron.schedules.integration.linears.local import split_linears
+
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    model, store = helpers.block(), WeightGradients()
+    split_linears(model, store)
+    for microbatch, x in enumerate(helpers.inputs_of(2, torch.float32)):
+        with store.split(0, microbatch), torch.autocast("cuda", torch.float16, enabled=microbatch == 0):
+            y = model(x)
+        with store.input_gradient(0, microbatch):
+            helpers.loss(y).backward()
+    for microbatch, expected in enumerate((torch.float16, None)):
+        with _AutocastOfProducts() as products:
+            store.run(0, microbatch)
+        assert products.seen and set(products.seen) == {expected}, products.seen
+
+
 TRAPS = (
     what_does_not_split_is_reported,
     nothing_current_is_stock,
@@ -316,6 +349,7 @@ TRAPS = (
     kept_whole,
     the_class_is_left_alone,
     write_between_i_and_w,
+    w_has_the_autocast_of_its_forward,
 )
 
 

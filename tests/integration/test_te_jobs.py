@@ -177,7 +177,6 @@ ORDERS = {
 USUAL = {
     ("fused accumulation", "recompute"),
     ("FP8 delayed", "vocabulary"),
-    ("NVFP4", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}

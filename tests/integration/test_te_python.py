@@ -12,7 +12,7 @@ from tests.integration.server import ROOT, VERSIONS, Megatron
 from tests.support.te_python import CAPABILITY_VARIABLE
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 def test_it_says_what_it_is():
     path = f"{ROOT / '.venv/transformer_engine' / VERSIONS[0]}{os.pathsep}{ROOT}"
     done = subprocess.run(

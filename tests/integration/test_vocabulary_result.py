@@ -54,7 +54,7 @@ SETTINGS = {
         False,
     ),
 }
-USUAL = {("tied", "v-half"), ("sequence parallel", "v-half")}
+USUAL = {("tied", "v-half")}
 EVERYWHERE = ("two ranks", "tied", "sequence parallel", "overlapped reduction")
 FEATURE = "vocabulary shared by all ranks"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.run_mutants import Fault, faults
+from scripts.run_mutants import ROOT, Fault, faults
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron" / "schedules"
+PACKAGE = ROOT / "megatron" / "schedules"
 
 
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.name)
@@ -19,6 +19,7 @@ def test_a_planted_fault_fits_its_file_and_is_python(fault: Fault, tmp_path: Pat
     copy.write_text((PACKAGE / fault.file).read_text())
     fault.put_into(tmp_path)
     assert ast.dump(ast.parse(copy.read_text())) != ast.dump(ast.parse((PACKAGE / fault.file).read_text()))
+    assert (ROOT / fault.tests).exists()
 
 
 def test_faults_have_names_of_their_own() -> None:

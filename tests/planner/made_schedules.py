@@ -19,6 +19,7 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from tests.programs.random_schedules import random_schedule
+from tests.tiers import ALL_EXAMPLES
 
 # What is planned from its name alone.
 NAMED = [name for name in NAMES if name not in ("adaptive", "file")]
@@ -29,8 +30,9 @@ REAL = "1,1.1,0.75,0.05"
 
 
 def examples(count: int) -> settings:
-    """So many examples, the same in every run, however slow a shared machine is."""
-    return settings(max_examples=count, deadline=None, derandomize=True)
+    """So many examples by night and a part of them by day, the same in every run, however slow a shared machine is."""
+    part = settings.default.max_examples / ALL_EXAMPLES
+    return settings(max_examples=max(1, round(count * part)), deadline=None, derandomize=True)
 
 
 def written(placement: Placement, microbatches: int, *rows: str) -> Schedule:

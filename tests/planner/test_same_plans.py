@@ -18,8 +18,11 @@ from megatron.schedules.schedule.cost_parts import LayerTimes, Link, MemoryShare
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from tests.planner.made_schedules import NAMED
+from tests.tiers import by_night
 
 DIGESTS = Path(__file__).with_name("plan_digests.json")
+ALL = (*NAMED, "adaptive")
+MOST_BY_DAY = 4
 COSTS = {
     "equal": Costs(),
     "real": Costs.of(1, 1.1, 0.75, 0.05),
@@ -56,20 +59,24 @@ def requests(name: str) -> Iterator[tuple[str, Request]]:
     yield "a heavy end", Request(name, 4, 9, HEAVY_END)
 
 
-def digest(name: str) -> str:
-    """Of all plans of a schedule: names, placements and orders."""
+def digest(name: str, small: bool) -> str:
+    """Of the plans of a schedule on few ranks, or of its others: names, placements and orders."""
     found = hashlib.sha256()
     for word, request in requests(name):
+        if (request.ranks <= MOST_BY_DAY) != small:
+            continue
         schedule = plan(request)
         rows = ["".join(map(str, row)) for row in schedule.order]
         found.update(repr((word, schedule.name, schedule.placement.rank_of, rows)).encode())
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("name", [*NAMED, "adaptive"])
-def test_every_plan_is_what_it_was(name: str):
-    assert digest(name) == json.loads(DIGESTS.read_text())[name]
+@pytest.mark.parametrize("size", ["small", by_night("large")])
+@pytest.mark.parametrize("name", ALL)
+def test_every_plan_is_what_it_was(name: str, size: str):
+    assert digest(name, size == "small") == json.loads(DIGESTS.read_text())[name][size]
 
 
 if __name__ == "__main__":
-    DIGESTS.write_text(json.dumps({name: digest(name) for name in [*NAMED, "adaptive"]}, indent=1) + "\n")
+    made = {name: {"small": digest(name, True), "large": digest(name, False)} for name in ALL}
+    DIGESTS.write_text(json.dumps(made, indent=1) + "\n")

@@ -20,6 +20,7 @@ from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, Mod
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
+from tests.tiers import by_night
 
 LAYER = Part(split=Load(10, 12, 8, 100))
 MODEL = ModelLoads(Part(), (LAYER,) * 10, Part(whole=Load(26, 31, 21, 100)))
@@ -37,8 +38,8 @@ def planned(request: Request) -> tuple[Plan, list[float]]:
     [
         Request("v-half", 4, 8),
         Request("zb-1p", 3, 6, COSTS, partition=True),
-        replace(ADAPTIVE, partition=True),
-        replace(ADAPTIVE, recompute=True),
+        by_night(replace(ADAPTIVE, partition=True)),
+        by_night(replace(ADAPTIVE, recompute=True)),
         replace(ADAPTIVE, memory_limit=0.3, partition=True, recompute=True, offload=True),
     ],
     ids=["by name", "by name, layers", "layers", "recompute", "all"],

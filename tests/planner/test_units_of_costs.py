@@ -16,7 +16,7 @@ from megatron.schedules.schedule.cost_parts import HostCopies, LayerTimes, Link
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.placement import v_shape
-from tests.tiers import by_night
+from tests.tiers import of_which_by_day
 
 # Eight layers alike, of which many partitions are equally good, and an output layer that takes as long as three.
 LAYER, OUTPUT = Part(split=Load(10, 12, 8, 100)), Part(whole=Load(30, 36, 24, 100))
@@ -81,9 +81,10 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("v-half", {"partition": True}),
     ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
 ]
+BY_DAY = [("adaptive", SMALL), ("v-half", {"partition": True})]
 
 
-@pytest.mark.parametrize(("name", "how"), [*ASKED[:-1], by_night(*ASKED[-1])], ids=str)
+@pytest.mark.parametrize(("name", "how"), of_which_by_day(ASKED, *BY_DAY), ids=str)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(exponent=st.floats(-20, 20))
 @example(exponent=-20.0)

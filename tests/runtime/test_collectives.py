@@ -36,6 +36,7 @@ from tests.programs.random_schedules import (
     shared_request,
 )
 from tests.runtime.shared_vocabulary import lowered
+from tests.tiers import of_which_by_day
 
 SIZES = ((2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (8, 5))
 ADAPTIVE = ((2, 1), (4, 6))
@@ -75,7 +76,7 @@ def test_two_ranks_and_a_microbatch():
     ]
 
 
-@pytest.mark.parametrize("name", [*NAMED, "adaptive"])
+@pytest.mark.parametrize("name", of_which_by_day([*NAMED, "adaptive"], "zb-1p", "v-half", "adaptive"))
 def test_every_plan_and_its_forwards_are_lowered_and_proved(name: str):
     for d, n in ADAPTIVE if name == "adaptive" else SIZES:
         passes = shared_plan(name, d, n)

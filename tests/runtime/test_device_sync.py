@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
@@ -31,6 +31,7 @@ from tests.runtime.strict_wires import (
     strict_channels,
 )
 from tests.runtime.thread_ranks import errors_in_threads
+from tests.tiers import of_which_by_day
 
 SPEC = MessageSpec((1, 1), torch.float32, torch.device("cpu"))
 
@@ -200,7 +201,7 @@ def test_sends_that_wait_for_earlier_ones_hang_only_where_the_checker_says_so():
         assert ends(late, waits=False)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "file"])
+@pytest.mark.parametrize("name", of_which_by_day([*NAMED, "adaptive", "auto"], "interleaved-1f1b", "adaptive"))
 def test_every_plan_of_every_size_is_proved_whatever_its_costs(name: str):
     """Those that are searched for too, at limits and costs at which other placements of receives were refused."""
     sizes = ((2, 7), (4, 16), (5, 3), (8, 16), (16, 9)) if name == "adaptive" else ((2, 7), (4, 16), (7, 30), (16, 9))

@@ -161,6 +161,29 @@ def test_f_holds_inputs_and_r_what_f_holds_without_it() -> None:
     assert meter.current == 0
 
 
+class _Adds(nn.Module):
+    """A layer whose backward needs nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def test_from_r_on_an_input_that_no_backward_needs_is_no_longer_held() -> None:
+    meter, layer, recomputes = ActivationMeter(), _Adds(), Recomputes(random_state)
+    recompute_layer(layer, recomputes)
+    with meter.recording(), recomputes.forward(0, 0):
+        output = layer(torch.randn(5, FEATURES))
+    assert meter.current == 4 * 5 * FEATURES
+    recomputes.run(0, 0)
+    assert meter.current == 0
+    output.sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((FEATURES,), 5.0))
+
+
 def test_outside_of_its_f_a_layer_is_as_it_was() -> None:
     job = Job((0, 1, 2))
     with torch.no_grad():

@@ -22,6 +22,7 @@ from megatron.schedules.search.list_scheduling import set_left
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
+from tests.tiers import by_night
 
 # Half of F, I and W each; messages of a quarter in each F and I.
 COSTS = Costs(LayerTimes(1.0, 1.0, 1.0, (0.5, 0.5)))
@@ -124,7 +125,7 @@ def test_the_search_takes_the_same_time_from_each_weight_gradient(made: tuple[Sc
     assert durations == [time for row in schedule.order for time in hide(row, on_stages).durations]
 
 
-@pytest.mark.parametrize("name", ["zb-1p", "zb-2p", "v-min", "v-half", "v-zb"])
+@pytest.mark.parametrize("name", ["zb-1p", by_night("zb-2p"), by_night("v-min"), "v-half", by_night("v-zb")])
 def test_named_schedules_hide_messages_within_their_memory(name: str):
     exposed, costs = (
         Costs(LayerTimes(1.3, 1.4, 0.75), link=Link(0.05), memory=MemoryShares(0.6)),

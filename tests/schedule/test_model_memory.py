@@ -14,7 +14,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
-from megatron.schedules.schedule.placement import zigzag
+from megatron.schedules.schedule.placement import sequential, zigzag
 
 LAYER = LayerMemory(full=100.0, kept=100.0, weights=90.0, parameters=7.0)
 ENDS = {"first": EndMemory(5.0, 0.0, 70.0), "last": EndMemory(40.0, 10.0, 80.0)}
@@ -83,3 +83,13 @@ def test_a_model_of_equal_layers_costs_what_equal_shares_do(chunks: int):
     )
     for kind in Kind:
         assert by_bytes.changes[kind] == pytest.approx(by_shares.changes[kind])
+
+
+def test_a_rank_with_more_parameters_than_average_has_less_room_but_for_one_microbatch():
+    placement = sequential(2)
+    costs = replace(Costs().on(placement), standing=(3.0, 1.0))
+    assert costs.least_by_rank(placement) == [1.0, 1.0]
+    assert costs.limits(placement, 4.0) == [3.0, 4.0]
+    assert costs.within(placement, [3.0, 4.0]) == 4.0 == costs.within(placement, [3.0, 1.0])
+    assert costs.limits(placement, 1.5) == [1.0, 1.5]
+    assert replace(costs, of_device=True).limits(placement, 1.5) == [0.5, 1.5], "a device has no more than it has"
