@@ -190,3 +190,18 @@ def test_one_queue_is_not_filled_with_buckets(
     passes = [list(names) for new, names in groupby(started, lambda name: name == "next pass") if not new]
     assert [len(names) for names in passes] == in_each
     assert [name for name in started if name != "next pass"] == ["0", "1", "2", "3"]
+
+
+def test_buckets_that_are_left_when_passes_end_start_then(
+    monkeypatch: pytest.MonkeyPatch, chunk: SimpleNamespace, started: list[str]
+) -> None:
+    from megatron.schedules.integration.gradient_reduction import GradientReduction
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    reduction = GradientReduction([chunk], overlapped=True)
+    reduction.completing(0, None, passes_left=3)
+    arrive(chunk, "abcdef")
+    reduction.complete(0)
+    assert started == ["0"], "one in each of the passes that were announced"
+    reduction.finish()
+    assert started == ["0", "1", "2", "3"]

@@ -65,6 +65,7 @@ def test_parts_of_primary_weights_are_main_weights_quantized(fp8: Any, recipe: s
     fp8("main_weights_quantized", recipe, ranks=2)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("sequence_parallel", [by_night(False), True], ids=["whole", "sequence parallel"])
 @pytest.mark.parametrize("recipe", CAPABILITIES)
 def test_tensor_parallel_linears(fp8: Any, recipe: str, sequence_parallel: bool) -> None:
