@@ -103,6 +103,23 @@ def test_what_is_damaged_is_compiled_again(kept: Path, suffix: str, damage: str,
     assert len(said) == len(caplog.messages) == (damage != "gone")
 
 
+@pytest.mark.pure
+def test_the_first_search_on_a_machine_says_that_it_compiles(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compiled, "kept_code", lambda *_: None)
+    anew()
+    (said,) = caplog.messages
+    assert "compiling the search for this machine" in said
+    folder = compiled._cache_folder()
+    assert folder is not None and kept in folder.parents
+    (folder / "search").mkdir(parents=True)
+    (folder / "search" / "moves.climb-127.py312.nbi").write_text("")
+    warn_once.cache_clear()
+    anew()
+    assert len(caplog.messages) == 1, "it has been compiled before"
+
+
 def test_another_version_of_the_code_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """The functions that it calls are not seen by numba."""
     small()

@@ -116,6 +116,9 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     sizes, orders = named_tuple(Sizes, ints, *(floats,) * 7), named_tuple(Orders, ints, ints)
     tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole, number))
     types: Any = numba.types
+    folder = _cache_folder()
+    if folder is None or not any(folder.rglob(f"*.{moves.climb.__name__}-*.nbi")):  # numba's index of what it has kept
+        warn_once("compiling the search for this machine, which is done once and takes half a minute")
     result = types.Tuple((number, number, whole, whole))
     return kept_code(
         calling(moves.climb, known),
@@ -204,18 +207,25 @@ def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any
 
     Several processes may do so at once: numba replaces its files as a whole.
     """
-    import numba
-    from numba.core.registry import cpu_target
-
-    if folder := private_folder():
-        # numba names files alike for all CPUs, so processes on different machines need different folders.
-        cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
-        cache_folder = folder / COMPILED / f"{code_version(_COMPILED_ROOMS)[:16]}-{numba.__version__}-{cpu}"
+    if cache_folder := _cache_folder():
         try:
             return _compiled(function, signature, cache_folder)
         except Exception as error:  # a full disk, or any error that a damaged pickle can raise
             warn_once(f"compiled code is not cached: {cache_folder} cannot be used ({error!r}); deleting it may help")
     return _compiled(function, signature, None)
+
+
+def _cache_folder() -> Path | None:
+    """Returns where machine code of these sources is kept on this machine; None without a private folder."""
+    import numba
+    from numba.core.registry import cpu_target
+
+    folder = private_folder()
+    if folder is None:
+        return None
+    # numba names files alike for all CPUs, so processes on different machines need different folders.
+    cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
+    return folder / COMPILED / f"{code_version(_COMPILED_ROOMS)[:16]}-{numba.__version__}-{cpu}"
 
 
 def _compiled(function: Callable[..., Any], signature: Any, cache_folder: Path | None) -> Callable[..., Any]:
