@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 
@@ -20,4 +23,7 @@ def test_without_the_flag_the_schedule_is_stocks_own(megatron):
 
 @pytest.mark.job
 def test_a_job_begins_from_the_wheel_which_has_its_helpers_compiled_and_no_makefile(megatron):
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if any((Path(path) / "megatron/core/datasets/Makefile").exists() for path in given):
+        pytest.skip("this Megatron is a checkout, which compiles its helpers")
     assert megatron("compiles_helpers") == [False, True]
