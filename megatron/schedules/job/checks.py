@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.schedules.estimate.build_flags import GRAPHS
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
@@ -24,6 +24,8 @@ _NOT_WITH_LENGTHS = {
 
 _ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
 _SHAPE = "a graph is for microbatches of one shape"
+_HOST_READS = "the host reads their lengths, and in a graph no host reads"
+_NO_CLOCK = "a graph of a whole iteration has no clocks"
 _ROUNDED = "Megatron makes the inputs of graphs in bf16, and other numbers would be rounded"
 _NOT_WITH_GRAPHS = {
     "rampup_batch_size": _ONE_PLAN,
@@ -33,6 +35,17 @@ _NOT_WITH_GRAPHS = {
     "dataloader_inter_document_masking": _SHAPE,
     "fp32_residual_connection": _ROUNDED,
 }
+_NOT_CAPTURED = {
+    "rampup_batch_size": _ONE_PLAN,
+    "step_batch_size_schedule": _ONE_PLAN,
+    "variable_seq_lengths": _SHAPE,
+    "sft": _HOST_READS,
+    "dataloader_inter_document_masking": _HOST_READS,
+    "timing_log_level": _NO_CLOCK,
+    "fp16": "a graph repeats the loss scale that it was captured with; use bf16",
+}
+# With these, no host reads how many tokens experts get.
+_FIXED_TOKENS = {"moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"}
 
 
 def validate(spec: JobSpec) -> None:
@@ -54,6 +67,8 @@ def validate(spec: JobSpec) -> None:
         _check_plan_lengths(spec)
     if spec.stock.cuda_graphs == GRAPHS:
         _check_graphs(spec)
+    if spec.stock.cuda_graphs == WHOLE:
+        _check_capture(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
@@ -113,6 +128,28 @@ def check_model(spec: JobSpec) -> None:
 
 def _check_graphs(spec: JobSpec) -> None:
     """Refuses what changes what CUDA graphs of layers have captured."""
+    _refuse_with_graphs(spec, GRAPHS, _NOT_WITH_GRAPHS)
+    if "bf16" not in spec.stock.given:
+        raise PlanError(f"--cuda-graph-impl {GRAPHS} needs --bf16: {_ROUNDED}")
+
+
+def _check_capture(spec: JobSpec) -> None:
+    """Refuses what changes what a CUDA graph of a whole iteration has captured, or lets a host wait in it."""
+    given, impl = spec.stock.given, f"--cuda-graph-impl {WHOLE}"
+    _refuse_with_graphs(spec, WHOLE, _NOT_CAPTURED)
+    if spec.settings.measuring is not None:
+        raise PlanError(f"{impl} does not go with {spec.flags['measure']}: {_NO_CLOCK}; leave one of the two out")
+    if "cuda_graph_warmup_steps" not in given:
+        raise PlanError(f"{impl} needs --cuda-graph-warmup-steps 1 or more: ranks tell each other about the first call")
+    if "num_experts" in given and given.isdisjoint(_FIXED_TOKENS):
+        raise PlanError(
+            f"{impl} does not go with experts whose number of tokens the host reads: give --moe-expert-capacity-factor "
+            "with --moe-pad-expert-input-to-capacity, or leave the flag out"
+        )
+
+
+def _refuse_with_graphs(spec: JobSpec, impl: str, more: Mapping[str, str]) -> None:
+    """Refuses settings that change what has been captured; ``more`` are stock's, with the reason."""
     settings, given, flags = spec.settings, spec.stock.given, spec.flags
     changing = {
         flags["replan"]: (settings.replan, _ONE_PLAN),
@@ -120,13 +157,11 @@ def _check_graphs(spec: JobSpec) -> None:
         flags["plan_lengths"]: (settings.plan_lengths, _ONE_PLAN),
         flags["verify"]: (settings.verify, "the iteration that it verifies comes before the graphs"),
         flags["save_memory"]: (settings.saving != MemorySaving(), "a graph neither recomputes nor offloads"),
-        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in _NOT_WITH_GRAPHS.items()},
+        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in more.items()},
     }
     for flag, (is_given, why) in changing.items():
         if is_given:
-            raise PlanError(f"--cuda-graph-impl {GRAPHS} does not go with {flag}: {why}; leave one of the two out")
-    if "bf16" not in given:
-        raise PlanError(f"--cuda-graph-impl {GRAPHS} needs --bf16: {_ROUNDED}")
+            raise PlanError(f"--cuda-graph-impl {impl} does not go with {flag}: {why}; leave one of the two out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build_flags import GRAPHS
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import letters_by_stage, wrong_layers
@@ -151,13 +151,13 @@ def _linears(job: _Job) -> str:
 
 
 def _graphs(job: _Job) -> str:
-    """Refuses CUDA graphs other than those of layers, and if they cannot be captured here or have not all passes."""
+    """Refuses CUDA graphs without weight gradients, or that cannot be captured here or have not all passes."""
     impl, fault = job.spec.stock.cuda_graphs, job.machine.graphs_fault
     if job.spec.stock.given.isdisjoint(("cuda_graph_impl", "external_cuda_graph")):
         return ""
-    if impl != GRAPHS:
+    if impl not in (GRAPHS, WHOLE):
         why = _OTHER_GRAPHS.get(impl, "it is unknown")
-        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS}, or leave the flag out"
+        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS} or {WHOLE}, or leave the flag out"
     fault = fault or ("the schedule recomputes or offloads" if job.schedule.kinds & {Kind.R, Kind.O} else "")
     return f"does not work with --cuda-graph-impl {impl} here: {fault}; leave the flag out" if fault else ""
 
@@ -207,7 +207,6 @@ def _words(job: _Job) -> str:
 
 _OTHER_GRAPHS = {
     "local": "its graphs of layers have no weight gradients that a plan places",
-    "full_iteration": "an iteration is not captured as a whole so far",
 }
 _FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
