@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.training import training
 
 import pretrain_gpt
@@ -22,12 +22,12 @@ from megatron.schedules.runtime import transport
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-from tests.integration import fused_kernels, low_rank
+from tests.integration import fake_deep_ep, fused_kernels, low_rank
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Graphed
 from tests.integration.sync_detector import detected
-from tests.support import cuda_graphs
+from tests.support import cuda_graphs, paged_stash, te_grouped
 from tests.support.weights import named_parameters
 
 
@@ -70,13 +70,17 @@ class _Ended(NamedTuple):
 
 def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
     torch.set_num_threads(1)
-    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # Megatron asks for it before it fuses experts
     fused_kernels.forget()
     _graphs_on_cpu()
     if adapters:
         low_rank.put_in_place()
     if fault:
         FAULTS[fault]()
+    if "flex" in flags:
+        fake_deep_ep.put_in()
+        if "--use-transformer-engine-op-fuser" in flags:
+            te_grouped.install()
+            paged_stash.install()
     seen = Graphed([], [], 0, [], [], [])
     _look_for_waits(seen.waits)
     log, step, evaluate = training.training_log, training.train_step, training.evaluate
@@ -182,6 +186,15 @@ def _first_samples() -> None:
     full_cuda_graph.clone_tensors_in_struct = lambda to, samples: None
 
 
+def _wrong_pages() -> None:
+    pop = paged_stash.pop
+    paged_stash.pop = lambda *args, **sizes: pop(*args[:4], args[4].roll(1), *args[5:], **sizes)
+
+
+def _runs_once() -> None:
+    PagedStashRunner.check_moe_overflow = lambda self: (0, 0, 0)
+
+
 FAULTS: Mapping[str, Callable[[], None]] = {
     "outputs in place": _outputs_in_place,
     "no copy in": _no_copy_in,
@@ -191,4 +204,6 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "events asked": _events_asked,
     "sends not awaited": _sends_not_awaited,
     "first samples": _first_samples,
+    "wrong pages": _wrong_pages,
+    "runs once": _runs_once,
 }

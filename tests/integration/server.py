@@ -24,7 +24,9 @@ from tests.support.te_python import CAPABILITY_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
 ROUNDING_VARIABLE = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
-_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE)
+FUSED_EXPERTS_VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+"""Megatron asks for it before it has Transformer Engine fuse experts, which reads it itself when it is imported."""
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE, FUSED_EXPERTS_VARIABLE)
 VERSIONS = tuple(
     line for line in (ROOT / "scripts/transformer_engine.txt").read_text().split("\n") if line[:1].isdigit()
 )

@@ -66,6 +66,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         quantized=_quantized(args),
         graphs=_graphs(args),
         captured=graphs_impl(args) == WHOLE,
+        fused_experts=bool(getattr(args, "use_transformer_engine_op_fuser", False)) and bool(args.num_experts),
     )
 
 

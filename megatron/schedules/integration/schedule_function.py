@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.background_plans import (
@@ -213,6 +214,8 @@ class ScheduleFunction:
         training = self._training
         if training and self._captured is not None and self._captured is not program:
             raise RuntimeError("CUDA graphs were captured in the order of another plan: a job has one")
+        if getattr(config, "moe_paged_stash", False):  # it notes the order of passes over experts, in any schedule
+            schedules.paged_stash_reset(enabled=training, config=config)
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
         if training and self.profiler is not None and not silent:
             measuring = self.profiler.begin(program, chunks, measuring.meter)
