@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ from tests.integration import fake_deep_ep, fused_kernels, low_rank
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Graphed
+from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
-from tests.support import cuda_graphs, paged_stash, te_grouped
+from tests.support import cuda_graphs, paged_stash, te_grouped, te_nvfp4
 from tests.support.weights import named_parameters
 
 
@@ -71,6 +73,8 @@ class _Ended(NamedTuple):
 def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
     torch.set_num_threads(1)
     fused_kernels.forget()
+    if os.environ.get(ROUNDING_VARIABLE) == "1":
+        te_nvfp4.round_to_nearest()
     _graphs_on_cpu()
     if adapters:
         low_rank.put_in_place()

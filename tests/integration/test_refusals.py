@@ -268,6 +268,19 @@ REFUSED = {
         "--pipeline-schedule v-half --timing-log-level 1 --cuda-graph-impl full_iteration",
         "--cuda-graph-impl full_iteration does not go with --timing-log-level: a graph of a whole iteration has no",
     ),
+    "a limit to experts' tokens in iterations that are measured": (
+        "--pipeline-schedule v-half --pipeline-measure out --train-iters 9 --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --pipeline-measure: an iteration with too many tokens for "
+        "an expert is run again; leave one of the two out",
+    ),
+    "a limit to experts' tokens and several plans": (
+        "--pipeline-schedule v-half --rampup-batch-size 4 4 8 --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --rampup-batch-size: it notes the order of one plan",
+    ),
+    "a limit to experts' tokens in an iteration that is verified": (
+        "--pipeline-schedule v-half --pipeline-verify --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --pipeline-verify: it would note two orders",
+    ),
     "a CUDA graph of iterations with experts of any size": (
         "--pipeline-schedule v-half --num-experts 4 --cuda-graph-impl full_iteration",
         "--cuda-graph-impl full_iteration does not go with experts whose number of tokens the host reads: give "
@@ -634,6 +647,9 @@ BY_DAY = {
 # Of these docs/compatibility.md tells: Megatron has them, and ours refuses them.
 KNOWN = (
     "Megatron's own CUDA graphs of layers",
+    "a limit to experts' tokens in iterations that are measured",
+    "a limit to experts' tokens and several plans",
+    "a limit to experts' tokens in an iteration that is verified",
     "a CUDA graph of iterations that recompute",
     "a CUDA graph of iterations that are measured",
     "a CUDA graph of iterations with several plans",
