@@ -15,7 +15,7 @@ from _pytest.mark import ParameterSet
 from tests.integration.results import Graphed
 from tests.integration.server import FUSED_EXPERTS_VARIABLE, Megatron
 from tests.integration.test_captured_jobs import Captured
-from tests.integration.test_graphed_jobs import MODERN, MOE, Job, unequal
+from tests.integration.test_graphed_jobs import FP4, FP8, FP8_EXPERTS, MODERN, MOE, Job, unequal
 from tests.tiers import by_night
 
 FUSED = "--use-transformer-engine-op-fuser"
@@ -39,10 +39,12 @@ def jobs(te: Megatron) -> Iterator[Callable[..., list[Graphed]]]:
         patch.setenv(FUSED_EXPERTS_VARIABLE, "1")
         captured, done = Captured(te, patch), dict[Any, list[Graphed]]()
 
-        def run(schedule: str, flags: str, *more: str, ranks: int = 2, fault: str = "") -> list[Graphed]:
-            key = schedule, flags, more, ranks, fault
+        def run(
+            schedule: str, flags: str, *more: str, ranks: int = 2, fault: str = "", capability: str = "9.0"
+        ) -> list[Graphed]:
+            key = schedule, flags, more, ranks, fault, capability
             if key not in done:
-                job = Job(schedule, "", f"{flags} {ITERATIONS}", ranks)
+                job = Job(schedule, "", f"{flags} {ITERATIONS}", ranks, capability)
                 done[key] = captured(job, *more, fault=fault)
             return done[key]
 
@@ -55,11 +57,19 @@ def each(*by_day: str) -> list[ParameterSet]:
     return [pytest.param(n, marks=m if n in by_day else [*m, pytest.mark.nightly]) for n, m in cases]
 
 
+WHOLE = {
+    "bf16": (f"{MOE} {FUSED}", 1, "9.0"),
+    "MXFP8": (f"{FP8_EXPERTS} {FUSED} {FP8} mxfp8", 1, "10.0"),
+    "NVFP4": (f"{FP8_EXPERTS} {FUSED} {FP4}", 1, "10.0"),
+    "HybridEP, with a limit": (LIMITED, 2, "9.0"),
+}
+
+
 @pytest.mark.job
-@pytest.mark.parametrize("experts", ["stock's messages", by_night("HybridEP, with a limit")])
+@pytest.mark.parametrize("experts", ["bf16", *map(by_night, list(WHOLE)[1:])])
 def test_fused_experts_have_the_gradients_of_whole_backwards(jobs: Any, experts: str) -> None:
-    flags, ranks = (f"{MOE} {FUSED}", 1) if experts == "stock's messages" else (LIMITED, 2)
-    split, whole = (jobs(schedule, flags, ranks=ranks) for schedule in ("zb-1p", "1f1b"))
+    flags, ranks, capability = WHOLE[experts]
+    split, whole = (jobs(schedule, flags, ranks=ranks, capability=capability) for schedule in ("zb-1p", "1f1b"))
     assert unequal(split, whole, 5) == []
 
 

@@ -81,3 +81,5 @@ def install() -> None:
     linear.is_op_fuser_grouped_tensor_path_supported = lambda recipe, dtype: recipe is None
     linear.general_grouped_gemm_for_grouped_tensor = torch.no_grad()(product)
     linear.tex.splits_to_offsets_multi = splits_to_offsets
+    # Here rows need no alignment, so that a limit can be small.
+    sys.modules["megatron.core.transformer.moe.token_dispatcher"].get_align_size_for_quantization = lambda config: 1
