@@ -141,13 +141,14 @@ class HybridEPBuffer:
         return whole.unflatten(0, (self.group.size(), -1))
 
     def _placed(self, routing_map: Tensor, experts: int, limit: int) -> tuple[_Places, Tensor]:
-        """Places, and how many tokens each expert of this rank has."""
+        """Places, and how many tokens each expert of this rank has, without those that were dropped."""
         first = self.group.rank() * experts
         own = self._gathered(routing_map.to(torch.int64)).flatten(0, 1)[:, first : first + experts]
         numbers = own.sum(0)
         rows = numbers.cumsum(0) - numbers + own.cumsum(0) - 1
         too_many = (numbers.sum() > limit).to(torch.int32)
-        return _Places(torch.where((own > 0) & (rows < limit), rows, limit), limit, too_many), numbers
+        left = torch.diff(numbers.cumsum(0).clamp(max=limit), prepend=torch.zeros_like(numbers[:1]))
+        return _Places(torch.where((own > 0) & (rows < limit), rows, limit), limit, too_many), left
 
     def _into(self, x: Tensor, places: _Places) -> Tensor:
         """Tokens of all ranks, each in the rows of its experts here; other rows are zero."""

@@ -25,7 +25,8 @@ UNLIMITED = (
     "--global-batch-size 8"
 )
 LIMITED = f"{UNLIMITED} --moe-expert-rank-capacity-factor 2"
-STASHED = f"{LIMITED} --moe-paged-stash --moe-paged-stash-page-size 4"
+# Pages for all rows, however the tokens of these few are spread.
+STASHED = f"{LIMITED} --moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda 2"
 ITERATIONS = "--train-iters 5"
 # The first iteration notes the order of passes, the second stashes, and the third is captured.
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2".split()
