@@ -18,6 +18,7 @@ _KEPT = frozenset(
         "hybrid_layer_pattern",
         "kitchen_config_file",
         "kitchen_recipe_number",
+        "num_experts",
         "recompute_granularity",
     )
     + ("sft", "te_precision_config_file", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg")

@@ -160,8 +160,6 @@ def _gained(answers: Sequence[Answer]) -> list[str]:
         "stock's schedule is interleaved": [pair for pair in timed if "V" in pair[0].sizes],
         "it is 1F1B": [pair for pair in timed if "V" not in pair[0].sizes],
         "at most four microbatches a rank": [pair for pair in timed if _is_short(pair[0])],
-        "CUDA graphs of whole iterations are lost": [pair for pair in timed if "cuda_graph_impl" in pair[0].left_out],
-        "all others": [pair for pair in timed if "cuda_graph_impl" not in pair[0].left_out],
     }
     names = "recipes", "number", "balance", "schedule", "others", "gain", "gain of 1 % or more", "loss of 1 % or more"
     rows = [
@@ -280,7 +278,7 @@ Can you train your recipe with a schedule of this package, and what do you gain?
 recipes for H100, B200, B300, GB200, GB300 and VR200. This page has a row for [each](#every-recipe) with pipeline
 parallelism. All figures are planned. Nothing on this page was measured on a GPU. In short: a schedule of this package
 pays where stock runs plain 1F1B, and where memory decides. It does not pay where stock interleaves with balanced
-layers, or where a CUDA graph of the whole iteration would be lost.
+layers.
 
 """
 _BLOCKED = """These settings have to be left out. The first number counts the recipes with a setting. The second one
@@ -328,8 +326,8 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
   ≈ if a part of the model is [not counted](#not-counted)
 - *Balance*: time that stock spares with levelled layers, without this package. *Schedule*: time that our schedule
   spares on top, with stock's pass times and the [price of splitting](accuracy.md) backwards. *Others*: what experts'
-  messages behind weight gradients spare, less what the recipe loses: its CUDA graph of a whole iteration, for which
-  graphs of parts of layers stand in, and its own overlap.
+  messages behind weight gradients spare, less what the recipe loses: its own overlap of these messages. Fused experts
+  are not split, so they leave less for W.
   *Gain*: schedule and others together. It is at most 1 % where our bubble is larger than that of stock with levelled
   layers, which these estimates are not exact enough to outweigh
 - Without times: the recipe was not planned with the times of its GPU
@@ -352,5 +350,6 @@ _NOT_COUNTED = """## Not counted
 - Low-rank adapters (`peft`) and hyper-connections: no figures are given.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
-- Memory of CUDA graphs of whole iterations.
+- Memory of CUDA graphs of whole iterations: samples of all microbatches, and what the allocator keeps from before.
+- Pages of a stash, and rows of experts without tokens (`moe_paged_stash`, `moe_expert_rank_capacity_factor`).
 """

@@ -1,4 +1,4 @@
-"""What CUDA graphs of layers add to the activations of a plan."""
+"""What CUDA graphs and fused experts change in the estimates of a plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build_flags import as_built
+from megatron.schedules.estimate.build_flags import WHOLE, as_built, graphs_impl
 from megatron.schedules.estimate.models import find_model
+from megatron.schedules.estimate.times import loads
 
 EXPERTS = "Llama-3-8B --num-experts 8 --moe-router-topk 2"
 Module = Enum("Module", "attn mlp moe_router moe_preprocess")
@@ -56,3 +57,36 @@ def test_flags_say_what_is_captured(flags: dict[str, object], parts: frozenset[s
     model = find_model(EXPERTS)
     args = SimpleNamespace(**vars(model.args) | sent | flags)
     assert as_built(args, model.whole.shape).graphs == parts
+
+
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration"}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, False),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []}, False),
+    ],
+)
+def test_flags_new_and_old_say_that_iterations_are_captured(flags: dict[str, object], captured: bool) -> None:
+    model = find_model(EXPERTS)
+    args = SimpleNamespace(**vars(model.args) | flags)
+    assert as_built(args, model.whole.shape).captured == captured
+    assert (graphs_impl(args) == WHOLE) == captured
+
+
+def test_the_weight_gradients_of_fused_experts_are_in_i() -> None:
+    """And of no other linear; what they would keep from I to W is not kept."""
+    plain = find_model(EXPERTS).whole
+    fused = replace(plain, fused_experts=True)
+    (before,), (after,) = ({part.split for part in loads(build).layers} for build in (plain, fused))
+    assert after.forward == before.forward and 0 < after.weight_grad < before.weight_grad / 2
+    assert after.input_grad + after.weight_grad == pytest.approx(before.input_grad + before.weight_grad)
+    kept, of_others = (activations(build).layers[1] for build in (fused, plain))
+    assert kept["moe"].weights == 0 < of_others["moe"].weights
+    assert {name: part for name, part in kept.items() if name != "moe"} == {
+        name: part for name, part in of_others.items() if name != "moe"
+    }
+    dense = find_model("Llama-3-8B").whole
+    assert loads(replace(dense, fused_experts=True)) == loads(dense)

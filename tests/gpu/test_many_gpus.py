@@ -126,6 +126,27 @@ def test_cuda_graphs_train_as_the_job_without_them(
     shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1p", "v-half", "v-zb"])
+def test_a_graph_of_a_whole_iteration_trains_as_the_job_without_it(
+    jobs: Any, shows: Shows, setting: Setting, schedule: str, layout: str
+):
+    """Messages and collectives on their streams inside one capture, and how much memory the pool adds."""
+    tried(setting, schedule)
+    if fault := jobs.te_fault():
+        pytest.skip(fault)
+    ranks = layout_of(layout, setting.gpus or 4, jobs.marks_norms(setting))
+    iterations = 3 if setting.on_cpu else 20
+    flags = [*flags_of(jobs, setting, ranks, schedule, iterations, te=True), *jobs.schedule_flags(schedule)]
+    flags += ["--bf16", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
+    graph = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1".split()
+    plain, graphed = (
+        jobs.train(ranks.world, jobs.Job((*flags, *more), jobs.watchers.Peak, exact=True)) for more in ((), graph)
+    )
+    figures, fault = compared(graphed, plain, iterations, BF16, to_the_bit=False)
+    shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
+
+
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "v-zb"])
 def test_a_cold_start_does_not_hang(jobs: Any, setting: Setting, tmp_path: Path, schedule: str):
     """New interpreters compile and load every kernel within the first program, with timers in every pass."""

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,11 +111,59 @@ class Buffer:
         return summed, weights, event
 
 
+class _Places(NamedTuple):
+    """Where tokens of all ranks go on this one, if their number has a limit. The host knows none of it.
+
+    Args:
+        rows: row of each token for each expert of this rank, shape (tokens, experts); ``limit`` if it has none.
+        limit: number of rows.
+        too_many: 1 if tokens were dropped, otherwise 0.
+    """
+
+    rows: Tensor
+    limit: int
+    too_many: Tensor
+
+
 class HybridEPBuffer:
-    """A token goes to each of its experts, sorted by expert, and comes back summed. The current stream waits."""
+    """A token goes to each of its experts, sorted by expert, and comes back summed. The current stream waits.
+
+    With a limit (``num_permuted_tokens``) shapes are fixed, and what the host does depends on no data.
+    """
 
     def __init__(self, group: Any, **sizes: Any) -> None:
         self.group = group
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Those of all ranks, shape (ranks, ...)."""
+        whole = x.new_empty((self.group.size() * len(x), *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
+        return whole.unflatten(0, (self.group.size(), -1))
+
+    def _placed(self, routing_map: Tensor, experts: int, limit: int) -> tuple[_Places, Tensor]:
+        """Places, and how many tokens each expert of this rank has, without those that were dropped."""
+        first = self.group.rank() * experts
+        own = self._gathered(routing_map.to(torch.int64)).flatten(0, 1)[:, first : first + experts]
+        numbers = own.sum(0)
+        rows = numbers.cumsum(0) - numbers + own.cumsum(0) - 1
+        too_many = (numbers.sum() > limit).to(torch.int32)
+        left = torch.diff(numbers.cumsum(0).clamp(max=limit), prepend=torch.zeros_like(numbers[:1]))
+        return _Places(torch.where((own > 0) & (rows < limit), rows, limit), limit, too_many), left
+
+    def _into(self, x: Tensor, places: _Places) -> Tensor:
+        """Tokens of all ranks, each in the rows of its experts here; other rows are zero."""
+        tokens = self._gathered(x).flatten(0, 1)
+        result = tokens.new_zeros((places.limit + 1, *tokens.shape[1:]))
+        for rows in places.rows.unbind(1):
+            result[rows] = tokens
+        return result[:-1]
+
+    def _back(self, x: Tensor, places: _Places) -> Tensor:
+        """This rank's tokens, each summed over its experts."""
+        padded = torch.cat([x, torch.zeros_like(x[:1])])
+        summed = torch.stack([padded[rows].float() for rows in places.rows.unbind(1)]).sum(0)
+        parts = self._gathered(summed).sum(0)
+        return parts.unflatten(0, (self.group.size(), -1))[self.group.rank()].to(x.dtype)
 
     def dispatch_with_permute(
         self,
@@ -125,8 +173,20 @@ class HybridEPBuffer:
         probs: Tensor | None = None,
         handle: Any = None,
         num_of_experts_per_rank: int = 0,
+        num_permuted_tokens: int | None = None,
         **more: Any,
     ) -> tuple[Any, ...]:
+        if handle is not None and isinstance(handle[0], _Places):
+            return self._into(hidden, handle[0]), None, None, None, handle
+        if handle is None and isinstance(num_permuted_tokens, int):
+            assert routing_map is not None and probs is not None
+            placed, sizes = self._placed(routing_map, num_of_experts_per_rank, num_permuted_tokens)
+            first = self.group.rank() * num_of_experts_per_rank
+            every = self._gathered(probs).flatten(0, 1)[:, first : first + num_of_experts_per_rank]
+            chances = every.new_zeros(placed.limit + 1)
+            for column, of_rows in enumerate(placed.rows.unbind(1)):
+                chances[of_rows] = every[:, column]
+            return self._into(hidden, placed), chances[:-1], None, sizes, (placed, placed.too_many)
         numbers = places = None
         if handle is None:
             assert routing_map is not None and probs is not None
@@ -152,6 +212,8 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, *, hidden: Tensor, probs: Tensor | None = None, handle: Any = None, **more: Any
     ) -> tuple[Any, ...]:
+        if isinstance(handle[0], _Places):
+            return self._back(hidden, handle[0]), None if probs is None else self._chances(probs, handle[0])
         rows, counts, tokens, by_expert, places, shape = handle
         back = by_expert.argsort()
         summed = _waited(_returned(self.group, hidden[back], rows, counts, tokens))
@@ -162,6 +224,13 @@ class HybridEPBuffer:
             weights, pairs = found.new_zeros(shape), torch.cat(places)
             weights[pairs[:, 1], pairs[:, 0]] = found
         return summed, weights
+
+    def _chances(self, probs: Tensor, places: _Places) -> Tensor:
+        """Gradients of the weights of this rank's tokens for all experts."""
+        padded = torch.cat([probs, torch.zeros_like(probs[:1])])
+        parts = self._gathered(padded[places.rows])  # (ranks, tokens of all ranks, experts of a rank)
+        own = parts.unflatten(1, (self.group.size(), -1))[:, self.group.rank()]
+        return own.transpose(0, 1).flatten(1)
 
 
 def put_in() -> None:

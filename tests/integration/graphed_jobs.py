@@ -1,24 +1,35 @@
-"""Jobs whose layers are CUDA graphs, by the model of CUDA graphs on the CPU."""
+"""Jobs whose layers, or whole iterations, are CUDA graphs, by the model of CUDA graphs on the CPU."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.training import training
 
 import pretrain_gpt
 from megatron.schedules.integration.graphs import replay
+from megatron.schedules.integration.layers.losses import ResultRelay
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.runtime import transport
+from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending
+from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-from tests.integration import fused_kernels, low_rank
+from tests.integration import fake_deep_ep, fused_kernels, low_rank
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Graphed
-from tests.support import cuda_graphs
+from tests.integration.server import ROUNDING_VARIABLE
+from tests.integration.sync_detector import detected
+from tests.support import cuda_graphs, paged_stash, te_grouped, te_nvfp4
 from tests.support.weights import named_parameters
 
 
@@ -38,18 +49,46 @@ def graphed_loop(sizes: dict[str, int], settings: dict[str, Any], calls: Sequenc
 def _graphs_on_cpu() -> None:
     cuda_graphs.install()
     _share_by_copying()
+    transport.collectives_on = lambda device: _AtOnce()
+
+
+class _AtOnce(CollectiveRunner):
+    """Runs chains in the thread that posts them, which a capture records. On a GPU a side stream runs them."""
+
+    def post(self, chain: Chain) -> Pending:
+        with torch.no_grad():
+            return _Ended(chain())
+
+    def finish(self) -> None: ...
+
+
+class _Ended(NamedTuple):
+    result: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor:
+        assert self.result is not None
+        return self.result.detach()
 
 
 def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
     torch.set_num_threads(1)
     fused_kernels.forget()
+    if os.environ.get(ROUNDING_VARIABLE) == "1":
+        te_nvfp4.round_to_nearest()
     _graphs_on_cpu()
     if adapters:
         low_rank.put_in_place()
     if fault:
         FAULTS[fault]()
-    seen = Graphed([], [], 0, [])
-    log = training.training_log
+    if "flex" in flags:
+        fake_deep_ep.put_in()
+        if "--use-transformer-engine-op-fuser" in flags:
+            te_grouped.install()
+            paged_stash.install()
+    seen = Graphed([], [], 0, [], [], [])
+    _look_for_waits(seen.waits)
+    log, step, evaluate = training.training_log, training.train_step, training.evaluate
+    takes = inspect.signature(step)
 
     def training_log(losses: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "lm loss" in losses:
@@ -68,17 +107,34 @@ def _rank(flags: list[str], fault: str, adapters: bool) -> Graphed:
 
         return call
 
-    stock_pretrain = pretrain_gpt.pretrain
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        bound = takes.bind(*args, **kwargs)  # whatever wraps the schedule
+        bound.arguments["forward_backward_func"] = recorded(bound.arguments["forward_backward_func"])
+        return step(*bound.args, **bound.kwargs)
 
-    def pretrain(*args: Any, **kwargs: Any) -> None:
-        choose = training.get_forward_backward_func
-        training.get_forward_backward_func = lambda *a, **k: recorded(choose(*a, **k))
-        stock_pretrain(*args, **kwargs)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        losses, *rest = evaluate(*args, **kwargs)
+        seen.evaluations.extend(float(value) for value in losses.values())
+        return losses, *rest
 
-    training.training_log, pretrain_gpt.pretrain = training_log, pretrain
+    training.training_log, training.train_step, training.evaluate = training_log, train_step, evaluated
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
     return seen._replace(captures=cuda_graphs.COUNTS["captures"])
+
+
+def _look_for_waits(found: list[str]) -> None:
+    call = ScheduleFunction.__call__
+
+    def watched(self: ScheduleFunction, **arguments: Any) -> Any:
+        if not cuda_graphs.capturing():
+            return call(self, **arguments)
+        with detected() as detector:
+            result = call(self, **arguments)
+        found.extend(wait for wait in detector.found if "/tests/support/" not in wait)  # what stands for kernels
+        return result
+
+    ScheduleFunction.__call__ = watched  # type: ignore[method-assign]
 
 
 def _share_by_copying() -> None:
@@ -116,9 +172,42 @@ def _stale() -> None:
     WeightGradients.kept = lambda self, operand: cuda_graphs.weak(kept(self, operand))  # type: ignore[method-assign]
 
 
+def _relay_asks() -> None:
+    call = ResultRelay.__call__
+    ResultRelay.__call__ = lambda self, results, device, alike: call(self, results, device)  # type: ignore[method-assign]
+
+
+def _events_asked() -> None:
+    running = PositionTracker.running
+    PositionTracker.running = lambda self, marked: running(self)  # type: ignore[method-assign, assignment]
+
+
+def _sends_not_awaited() -> None:
+    transport.Transport.finish = lambda self: None  # type: ignore[method-assign]
+
+
+def _first_samples() -> None:
+    full_cuda_graph.clone_tensors_in_struct = lambda to, samples: None
+
+
+def _wrong_pages() -> None:
+    pop = paged_stash.pop
+    paged_stash.pop = lambda *args, **sizes: pop(*args[:4], args[4].roll(1), *args[5:], **sizes)
+
+
+def _runs_once() -> None:
+    PagedStashRunner.check_moe_overflow = lambda self: (0, 0, 0)
+
+
 FAULTS: Mapping[str, Callable[[], None]] = {
     "outputs in place": _outputs_in_place,
     "no copy in": _no_copy_in,
     "no copy out": _no_copy_out,
     "stale": _stale,
+    "relay asks": _relay_asks,
+    "events asked": _events_asked,
+    "sends not awaited": _sends_not_awaited,
+    "first samples": _first_samples,
+    "wrong pages": _wrong_pages,
+    "runs once": _runs_once,
 }

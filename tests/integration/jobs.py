@@ -79,6 +79,7 @@ from tests.integration.verified_loop import verified_loop
 from tests.integration.wrapped_loop import WRAPPERS, passing, wrapped_loops
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
+from tests.support import te_nvfp4
 from tests.waiting import HANGS_S
 
 quick_start()
@@ -580,7 +581,7 @@ def _rank(
     if "--pipeline-schedule" in flags:
         fused_kernels.forget()
     if os.environ.get(ROUNDING_VARIABLE) == "1":
-        _round_to_nearest()
+        te_nvfp4.round_to_nearest()
     # Whatever is read or given back too soon is nonsense.
     model_binding.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
@@ -612,18 +613,6 @@ def _rank(
         if leaving.code:
             raise
     return seen
-
-
-def _round_to_nearest() -> None:
-    """What Transformer Engine does by an environment variable, which it reads before it knows the job."""
-    recipe = importlib.import_module("transformer_engine.common.recipe").NVFP4BlockScaling
-    prepare = recipe.__post_init__
-
-    def post_init(self: Any) -> None:
-        self.disable_stochastic_rounding = True
-        prepare(self)
-
-    recipe.__post_init__ = post_init
 
 
 def _rank_without_us(flags: list[str]) -> dict[str, Any]:

@@ -95,16 +95,20 @@ class Done(NamedTuple):
 
 
 class Graphed(NamedTuple):
-    """What a rank of a job saw whose layers are CUDA graphs.
+    """What a rank of a job saw that CUDA graphs have a part of.
 
     Args:
         losses: of each iteration; on the last rank only.
         gradients: for each iteration a digest of every parameter's main_grad.
         captures: graphs captured.
         replays: for each iteration the graphs replayed.
+        evaluations: the losses of each evaluation; on the last rank only.
+        waits: where a host would wait for its device in a call of the engine that is captured.
     """
 
     losses: list[float]
     gradients: list[dict[str, str]]
     captures: int
     replays: list[int]
+    evaluations: list[float]
+    waits: list[str]

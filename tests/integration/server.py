@@ -26,7 +26,9 @@ from tests.support.te_python import CAPABILITY_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
 ROUNDING_VARIABLE = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
-_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE)
+FUSED_EXPERTS_VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+"""Megatron asks for it before it has Transformer Engine fuse experts, which reads it itself when it is imported."""
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE, FUSED_EXPERTS_VARIABLE)
 # Lines of tracebacks of faults that a Megatron has without us too.
 _FAILS_IN_STOCK = {
     "in is_inference_column_parallel_linear": "megatron-core 0.20 predicts several tokens with Transformer Engine alone"

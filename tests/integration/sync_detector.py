@@ -1,7 +1,8 @@
 """Finds what would make a GPU's host wait: reads of device tensors, copies to it and back, where there is no GPU.
 
 A tensor counts as the device's unless it was made in host memory: by a factory without a ``device``, or from tensors
-that were. What a GPU itself says of the same programs: ``scripts/run_gpu_tests.sh``.
+that were. An autograd function gets another tensor with the same memory. What a GPU itself says of the same programs:
+``scripts/run_gpu_tests.sh``.
 
 Torch has no function mode active inside a backward, so the detector enters itself there again: round the backwards of
 Python's autograd functions, and round each read of a tensor that a hook may make.
@@ -10,6 +11,7 @@ Python's autograd functions, and round each read of a tensor that a hook may mak
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -36,10 +38,12 @@ _READS = {getattr(Tensor, name) for name in _READING_METHODS} | {
     torch.is_nonzero,
     torch.bincount,
 }
-_FROM_PYTHON = {torch.tensor, torch.as_tensor}
+# Torch's own, which a stand-in may have wrapped.
+_TORCH: Any = torch._C._VariableFunctions
+_FROM_PYTHON = {_TORCH.tensor, _TORCH.as_tensor}
 _FACTORIES = _FROM_PYTHON | {
-    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.eye, torch.linspace, torch.rand),
-    *(torch.randn, torch.randint, torch.randperm),
+    *(_TORCH.zeros, _TORCH.ones, _TORCH.empty, _TORCH.full, _TORCH.arange, _TORCH.eye, _TORCH.linspace, _TORCH.rand),
+    *(_TORCH.randn, _TORCH.randint, _TORCH.randperm),
 }
 
 
@@ -54,11 +58,12 @@ class SyncDetector(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
         self._host: Any = WeakIdKeyDictionary()
+        self._memory: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, func = kwargs or {}, getattr(func, "stock", func)
         tensors = list(_tensors((args, kwargs)))
-        on_host = bool(tensors) and all(tensor in self._host for tensor in tensors)
+        on_host = bool(tensors) and all(map(self._is_host, tensors))
         result = func(*args, **kwargs)
         if func in _FACTORIES:
             on_device = _is_device(kwargs.get("device"))
@@ -73,7 +78,7 @@ class SyncDetector(TorchFunctionMode):
             if not on_host:
                 self._note("to copies to the host")
             self._put(result, host=True)
-        elif func is Tensor.copy_ and args[1] in self._host and args[0] not in self._host:
+        elif func is Tensor.copy_ and self._is_host(args[1]) and not self._is_host(args[0]):
             if not kwargs.get("non_blocking", False):
                 self._note("copy_ copies to the device")
         elif func in _READS or _by_mask(func, args):
@@ -88,8 +93,17 @@ class SyncDetector(TorchFunctionMode):
         for tensor in _tensors(result):
             if host:
                 self._host[tensor] = True
-            elif tensor in self._host:
-                del self._host[tensor]
+                self._memory[_address(tensor)] = weakref.ref(tensor)
+            else:
+                self._memory.pop(_address(tensor), None)
+                if tensor in self._host:
+                    del self._host[tensor]
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        if tensor in self._host:
+            return True
+        known = self._memory.get(_address(tensor), lambda: None)()
+        return known is not None and known in self._host
 
     def _note(self, what: str) -> None:
         at = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename][-3:]
@@ -147,6 +161,14 @@ def detected() -> Iterator[SyncDetector]:
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(detector)
         yield detector
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its memory begins; where it has none of its own, a number that no memory has."""
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
 
 
 def _is_device(device: Any) -> bool:

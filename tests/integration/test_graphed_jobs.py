@@ -196,9 +196,9 @@ def jobs(te: Megatron) -> Iterator[Jobs]:
         yield Jobs(te, patch)
 
 
-def unequal(ours: Sequence[Graphed], wanted: Sequence[Graphed]) -> list[str]:
+def unequal(ours: Sequence[Graphed], wanted: Sequence[Graphed], iterations: int = ITERATIONS) -> list[str]:
     """Names of what is not the same on some rank and in some iteration."""
-    assert wanted[0].gradients[0] and len(wanted[-1].losses) == len(wanted[0].gradients) == ITERATIONS
+    assert wanted[0].gradients[0] and len(wanted[-1].losses) == len(wanted[0].gradients) == iterations
     found = [] if ours[-1].losses == wanted[-1].losses else ["losses"]
     for rank, (graphed, plain) in enumerate(zip(ours, wanted, strict=True)):
         for iteration, (a, b) in enumerate(zip(graphed.gradients, plain.gradients, strict=True)):

@@ -107,6 +107,7 @@ WAITS = {
     "bool in a hook": lambda: in_a_hook(lambda leaf: bool(leaf.grad > 0)),
     "item in a hook": lambda: in_a_hook(lambda leaf: leaf.grad.item()),
     "item": lambda: on_device(1).item(),
+    "item in an autograd function": lambda: ReadingForward.apply(on_device(1).sum()),
     "tolist": lambda: on_device(1, 2).tolist(),
     "bool": lambda: bool(on_device(1) > 0),
     "print": lambda: str(on_device(1)),
@@ -118,7 +119,23 @@ WAITS = {
     "synchronize": lambda: torch.cuda.synchronize(),
     "of an event": lambda: torch.cuda.Event.synchronize(None),
 }
+
+
+class ReadingForward(torch.autograd.Function):
+    """Reads its argument in the forward, where it is another tensor with the same memory."""
+
+    @staticmethod
+    def forward(ctx, number):  # type: ignore[no-untyped-def]
+        number.item()
+        return number
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient
+
+
 FREE = {
+    "read in host memory in an autograd function": lambda: ReadingForward.apply(torch.zeros(1).sum()),
     "make there in a backward": lambda: in_backward(lambda gradient: gradient + torch.zeros(1, device=DEVICE)),
     "read in host memory in a backward": lambda: in_backward(lambda _: torch.zeros(2).sum().item()),
     "make there in a hook": lambda: in_a_hook(lambda leaf: leaf.grad.add_(1)),

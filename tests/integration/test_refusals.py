@@ -227,15 +227,64 @@ REFUSED = {
     "Megatron's own CUDA graphs of layers": (
         "--pipeline-schedule zb-1p --cuda-graph-impl local",
         "--pipeline-schedule zb-1p does not work with --cuda-graph-impl local: its graphs of layers have no weight "
-        "gradients that a plan places; use transformer_engine, or leave the flag out",
+        "gradients that a plan places; use transformer_engine or full_iteration, or leave the flag out",
     ),
     "CUDA graphs by their old flag": (
         "--pipeline-schedule zb-1p --enable-cuda-graph",
         "does not work with --enable-cuda-graph: its graphs of layers have no weight gradients that a plan places",
     ),
-    "a CUDA graph of a whole iteration": (
-        "--pipeline-schedule v-half --cuda-graph-impl full_iteration",
-        "does not work with --cuda-graph-impl full_iteration: an iteration is not captured as a whole so far",
+    "a CUDA graph of iterations that recompute": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.4 --pipeline-save-memory recompute --cuda-graph-impl "
+        "full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --pipeline-save-memory: a graph neither recomputes nor",
+    ),
+    "a CUDA graph of iterations that are measured": (
+        "--pipeline-schedule v-half --pipeline-measure out --train-iters 9 --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --pipeline-measure: a graph of a whole iteration has no "
+        "clocks; leave one of the two out",
+    ),
+    "a CUDA graph of iterations with several plans": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 1 --pipeline-replan --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --pipeline-replan: graphs are captured once, in the order",
+    ),
+    "a CUDA graph of an iteration that is verified": (
+        "--pipeline-schedule v-half --pipeline-verify --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --pipeline-verify: the iteration that it verifies comes",
+    ),
+    "a CUDA graph of iterations of any shape": (
+        "--pipeline-schedule v-half --dataloader-inter-document-masking --cuda-graph-impl full_iteration",
+        "does not go with --dataloader-inter-document-masking: the host reads their lengths, and in a graph no host",
+    ),
+    "a CUDA graph of iterations in fp16": (
+        "--pipeline-schedule v-half --fp16 --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --fp16: a graph repeats the loss scale that it was captured "
+        "with; use bf16; leave one of the two out",
+    ),
+    "a CUDA graph of the first iteration": (
+        "--pipeline-schedule v-half --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 0",
+        "--cuda-graph-impl full_iteration needs --cuda-graph-warmup-steps 1 or more: ranks tell each other about the",
+    ),
+    "a CUDA graph of iterations that are timed": (
+        "--pipeline-schedule v-half --timing-log-level 1 --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with --timing-log-level: a graph of a whole iteration has no",
+    ),
+    "a limit to experts' tokens in iterations that are measured": (
+        "--pipeline-schedule v-half --pipeline-measure out --train-iters 9 --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --pipeline-measure: an iteration with too many tokens for "
+        "an expert is run again; leave one of the two out",
+    ),
+    "a limit to experts' tokens and several plans": (
+        "--pipeline-schedule v-half --rampup-batch-size 4 4 8 --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --rampup-batch-size: it notes the order of one plan",
+    ),
+    "a limit to experts' tokens in an iteration that is verified": (
+        "--pipeline-schedule v-half --pipeline-verify --moe-expert-rank-capacity-factor 1.5",
+        "--moe-expert-rank-capacity-factor does not go with --pipeline-verify: it would note two orders",
+    ),
+    "a CUDA graph of iterations with experts of any size": (
+        "--pipeline-schedule v-half --num-experts 4 --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration does not go with experts whose number of tokens the host reads: give "
+        "--moe-expert-capacity-factor with --moe-pad-expert-input-to-capacity, or leave the flag out",
     ),
     "CUDA graphs and several plans": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 1 --pipeline-replan --cuda-graph-impl transformer_engine",
@@ -598,7 +647,17 @@ BY_DAY = {
 # Of these docs/compatibility.md tells: Megatron has them, and ours refuses them.
 KNOWN = (
     "Megatron's own CUDA graphs of layers",
-    "a CUDA graph of a whole iteration",
+    "a limit to experts' tokens in iterations that are measured",
+    "a limit to experts' tokens and several plans",
+    "a limit to experts' tokens in an iteration that is verified",
+    "a CUDA graph of iterations that recompute",
+    "a CUDA graph of iterations that are measured",
+    "a CUDA graph of iterations with several plans",
+    "a CUDA graph of an iteration that is verified",
+    "a CUDA graph of iterations of any shape",
+    "a CUDA graph of iterations in fp16",
+    "a CUDA graph of the first iteration",
+    "a CUDA graph of iterations with experts of any size",
     "CUDA graphs and several plans",
     "CUDA graphs and plans for lengths",
     "CUDA graphs and a growing batch",

@@ -407,6 +407,12 @@ def what_cannot_be_split_is_refused() -> None:
         assert f"does not work with {name}:" in why
         assert refusals("1f1b", given) == []
         assert refusals("zb-1p", given, transformer_impl="local") == []
+    fused = "use_transformer_engine_op_fuser", "num_experts"
+    assert refusals("zb-1p", *fused) == []
+    for grouped in ("moe_single_grouped_weight", "moe_single_grouped_bias"):
+        (why,) = refusals("zb-1p", *fused, grouped)
+        assert "grouped weights of fused experts were not tried" in why
+        assert refusals("1f1b", *fused, grouped) == []
     for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8"):
         assert refusals("zb-1p", "fp8", fp8_recipe=recipe) == []
     made = plan(Request("zb-1p", 2, 4))

@@ -13,20 +13,26 @@ shows up as a wrong number, as on a GPU:
 - A graph owns nothing that it reads from outside. Memory that was freed since is an error here, nonsense on a GPU.
 - Capturing twice with one CUDAGraph is an error, and so is replaying one that was never captured.
 
-Each replay draws its random numbers from the default generator. Collectives run in a capture, because all ranks capture
-in one order, and again in each replay. Not modelled: streams, memory of kernels, tensors of the host (all but those of
-torch.tensor count as the device's), and what reads memory without an op, such as ``.tolist()`` and ``.numpy()``.
+Messages and collectives run in a capture, because all ranks capture in one order, but on copies of what lies outside
+the pool. A replay posts them again and waits for each where the capture did. One that the capture does not wait for is
+an error: on a GPU its stream would not join. Asking for an event, and waiting for the host, are errors in a capture.
+
+Each replay draws its random numbers from the default generator. Not modelled: streams, memory of kernels, tensors of
+the host (all but those of torch.tensor count as the device's), and what reads memory without an op, such as
+``.tolist()`` and ``.numpy()``.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -123,14 +129,14 @@ def weak(value: Any) -> Any:
 
 
 class _Memory:
-    """Where a tensor lies; not the tensor."""
+    """Where a tensor lies; not the tensor. A number that Python gave an op is ``kept``."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, kept: bool = False) -> None:
         self.block = block_of(tensor)
         self.form = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
         self.dtype, self.weak, self.strong = tensor.dtype, None, None
         if self.block is None:
-            if tensor.dim() == 0 and not tensor.is_leaf:
+            if tensor.dim() == 0 and (kept or not tensor.is_leaf):
                 self.strong = tensor.untyped_storage()
             self.weak = StorageWeakRef(tensor.untyped_storage())
 
@@ -144,8 +150,8 @@ class _Memory:
             return torch.empty(0, dtype=self.dtype).set_(storage, self.form[2], self.form[0], self.form[1])
 
 
-def _memory_of(value: Any) -> Any:
-    return tree_map(lambda each: _Memory(each) if isinstance(each, Tensor) else each, value)
+def _memory_of(value: Any, *, kept: bool = False) -> Any:
+    return tree_map(lambda each: _Memory(each, kept=kept) if isinstance(each, Tensor) else each, value)
 
 
 def _tensors_of(value: Any) -> Any:
@@ -198,8 +204,23 @@ class _Recorder(TorchDispatchMode):
         return whole.as_strided(output.size(), output.stride()).copy_(output)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.graph.record(func, args, kwargs, None)
-        return func(*args, **kwargs)
+        slot = self.graph.record(func, args, kwargs, None)
+        copies = {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor) or block_of(value) is not None:
+                return value
+            copy = value.detach().clone()
+            copies[id(copy)] = value
+            return copy
+
+        def returned(value: Any) -> Any:
+            if isinstance(value, torch.ScriptObject):
+                return self.graph.awaits(slot, value, given)
+            return copies.get(id(value), value)
+
+        given = tree_map(copied, (args, kwargs))
+        return tree_map(returned, func(*given[0], **given[1]))
 
 
 def _on_host(args: Any) -> bool:
@@ -219,6 +240,23 @@ def _aliases(schema: Any, args: Any, kwargs: Any) -> Any:
     return found[0] if len(found) == 1 else tuple(found) if found else None
 
 
+class _Awaited(Work):
+    """A message that a capture has posted: waiting for it is recorded. ``memory`` is what it reads and writes."""
+
+    def __init__(self, graph: CUDAGraph, slot: int, posted: Any, memory: Any) -> None:
+        super().__init__()
+        self._graph, self._slot, self._posted, self._memory = graph, slot, posted, memory
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._graph.is_open:
+            raise CaptureError("what a capture has sent is waited for outside of it")
+        self._graph.waits(self._slot)
+        with _disable_current_modes():
+            Work.unbox(self._posted).wait()
+        self._memory = None
+        return True
+
+
 class CUDAGraph:
     """Stands for torch.cuda.CUDAGraph."""
 
@@ -226,6 +264,14 @@ class CUDAGraph:
         self._ops: list[tuple[Any, Any, Any, Any]] | None = None
         self._handle: Any = None
         self._recorder: _Recorder | None = None
+        self._posted: dict[int, _Awaited] = {}
+        self._unawaited: set[int] = set()
+        # Not of the class, where Transformer Engine looks for random states of graphs, which a CPU does not have.
+        self.register_generator_state: Callable[[Any], None] = lambda state: None
+
+    @property
+    def is_open(self) -> bool:
+        return self._recorder is not None
 
     @property
     def memory(self) -> Pool:
@@ -246,10 +292,27 @@ class CUDAGraph:
         self._recorder.__exit__(None, None, None)
         self._recorder = None
         _capturing.pop()
+        self._posted.clear()
+        if self._unawaited:
+            raise CaptureError(f"{len(self._unawaited)} messages of a capture do not join it: nothing waits for them")
 
-    def record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
         # Memory is noted before the op: an output that dies at once still has its address.
-        self._ops.append((func, _memory_of(args), _memory_of(kwargs), _memory_of(outputs)))
+        kept = "index_put" in str(func)  # x[mask] = 0 makes a tensor of the number
+        self._ops.append((func, _memory_of(args, kept=kept), _memory_of(kwargs), _memory_of(outputs)))
+        return len(self._ops) - 1
+
+    def awaits(self, slot: int, posted: Any, memory: Any) -> Any:
+        """What stands for the message that the op number ``slot`` has posted."""
+        self._posted[slot] = _Awaited(self, slot, posted, memory)
+        self._unawaited.add(slot)
+        return self._posted[slot].boxed()
+
+    def waits(self, slot: int) -> None:
+        """The capture waits here for the message of the op number ``slot``."""
+        if slot in self._unawaited:
+            self._ops.append((None, slot, None, None))
+        self._unawaited.discard(slot)
 
     def replay(self) -> None:
         if self._ops is None:
@@ -259,12 +322,19 @@ class CUDAGraph:
         COUNTS["replays"] += 1
         COUNTS["ops"] += len(self._ops)
         with torch.no_grad():
-            for func, args, kwargs, outputs in self._ops:
-                result = func(*_tensors_of(args), **_tensors_of(kwargs))
+            posted: dict[int, Any] = {}
+            for slot, (func, args, kwargs, outputs) in enumerate(self._ops):
+                if func is None:
+                    posted.pop(args)[0].wait()
+                    continue
+                given = _tensors_of(args), _tensors_of(kwargs)
+                result = func(*given[0], **given[1])
                 if func.namespace == "c10d":
-                    for each in tree_flatten(result)[0]:
-                        if hasattr(each, "wait"):
-                            each.wait()
+                    work = next(
+                        (each for each in tree_flatten(result)[0] if isinstance(each, torch.ScriptObject)), None
+                    )
+                    if work is not None:
+                        posted[slot] = Work.unbox(work), given
                 elif outputs is not None:
                     for to, value in zip(outputs, tree_flatten(result)[0], strict=True):
                         if to is not None and value.numel():
@@ -293,6 +363,17 @@ class graph:  # noqa: N801
 
     def __exit__(self, *raised: Any) -> None:
         self.graph.capture_end()
+
+
+def _not_captured(name: str, function: Any) -> Any:
+    """``function``, which asks the device or waits for it, so that it cannot be called in a capture."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if _capturing:
+            raise CaptureError(f"{name} in a capture")
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _unrecorded(function: Any) -> Any:
@@ -327,9 +408,11 @@ def install() -> None:
     torch.cuda.is_current_stream_capturing = capturing
     torch.tensor = _made_on_host(torch.tensor)
     torch.UntypedStorage.resize_ = _unless_in_pool(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
-    if torch.distributed.is_available():  # gloo copies its result in wait(), with ops of its own
-        work = torch._C._distributed_c10d.Work
-        work.wait = _unrecorded(work.wait)  # type: ignore[method-assign]
+    Work.wait = _unrecorded(Work.wait)  # type: ignore[method-assign]  # gloo copies its result there, with ops of its own
+    torch.cuda.synchronize = _not_captured("synchronize", torch.cuda.synchronize)
+    for method in ("query", "synchronize", "elapsed_time"):
+        wrapped = _not_captured(f"Event.{method}", getattr(torch.cuda.Event, method))
+        setattr(torch.cuda.Event, method, wrapped)
     engine = sys.modules.get("transformer_engine.pytorch.graph")
     if engine is not None:
         engine._graph_pool_handle = graph_pool_handle

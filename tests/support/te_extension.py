@@ -156,6 +156,8 @@ def _fused_attention(*parameters: Any) -> Any:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "generic_gemm": product,
     "te_general_grouped_gemm": grouped_product,
+    "scaled_swiglu": te_kernels.scaled_swiglu,
+    "scaled_dswiglu": te_kernels.scaled_dswiglu,
     "layernorm_fwd": te_kernels.layernorm_fwd,
     "layernorm_bwd": te_kernels.layernorm_bwd,
     "rmsnorm_fwd": te_kernels.rmsnorm_fwd,

@@ -120,6 +120,28 @@ def through(function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -
         return torch.autograd.grad(function(x), x, gradient)[0]
 
 
+def _weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * linear * weights[:, None]
+
+
+def scaled_swiglu(x: Tensor, weights: Tensor, quantizer: Any, interleaved: int) -> Tensor:
+    """Returns SwiGLU of the rows of ``x``, each times its weight, in the type of ``x``."""
+    assert quantizer is None and not interleaved
+    return _weighted_swiglu(x.float(), weights.float()).to(x.dtype)
+
+
+def scaled_dswiglu(
+    gradient: Tensor, x: Tensor, weights: Tensor, quantizer: Any, interleaved: int, weighted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`scaled_swiglu` with respect to ``x`` and, if ``weighted``, to the weights."""
+    assert quantizer is None and not interleaved
+    with torch.enable_grad():
+        inputs = [each.detach().float().requires_grad_() for each in (x, weights)]
+        of_x, of_weights = torch.autograd.grad(_weighted_swiglu(*inputs), inputs, gradient.float())
+    return of_x.to(x.dtype), of_weights.to(weights.dtype) if weighted else None
+
+
 def activation_kernels(name: str) -> dict[str, Callable[..., Any]]:
     """Returns the kernels of an activation by name: forward, backward, and backward with the bias gradient."""
     function = ACTIVATIONS[name]

@@ -7,6 +7,7 @@ the tokens, which cancels in the product of the weight gradient. Gradients are r
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,18 @@ WEIGHT_KERNELS: dict[str, Callable[..., None]] = {
     "nvfp4_2d_multi_tensor_transpose": _transposed,
 }
 """Kernels that write primary weights, by the names of Transformer Engine's compiled half."""
+
+
+def round_to_nearest() -> None:
+    """Does what Transformer Engine does by an environment variable, which it reads before it knows the job."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").NVFP4BlockScaling
+    prepare = recipe.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.disable_stochastic_rounding = True
+        prepare(self)
+
+    recipe.__post_init__ = post_init
 
 
 def _nearest(magnitudes: Tensor) -> Tensor:

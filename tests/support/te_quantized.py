@@ -119,20 +119,20 @@ def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
 def update_scales(
     amaxes: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:
-    """Delayed scaling: advances all histories by one step and computes the scales (``delayed_scaling.cu``)."""
+    """Delayed scaling: advances all histories by one step and computes the scales (``delayed_scaling.cu``).
+
+    Nothing is read on the host, so that a model of CUDA graphs can record it.
+    """
     largest, at = _MAX[torch_dtype(dtype)] / 2**margin, 0
     for history, scale in zip(histories, scales, strict=True):
-        for i in range(scale.numel()):
-            last = amaxes[at + i] if amaxes[at + i] != 0 else history[0, i].clone()
-            most = torch.zeros(())
-            if last != 0:
-                rolled = torch.cat([history[1:, i], last.view(1)])
-                most = rolled.max()
-                history[:, i] = rolled
-                history[0, i] = 0
-            amax = last if algorithm == "most_recent" else most
-            if torch.isfinite(amax) and amax > 0:
-                scale.view(-1)[i] = min(float(largest / amax), torch.finfo(torch.float32).max)
+        own, flat = amaxes[at : at + scale.numel()], scale.view(-1)
+        last = torch.where(own != 0, own, history[0])
+        rolled, known = torch.cat([history[1:], last[None]]), last != 0
+        amax = last if algorithm == "most_recent" else torch.where(known, rolled.amax(0), 0.0)
+        advanced = torch.cat([torch.zeros_like(rolled[:1]), rolled[1:]])
+        history.copy_(torch.where(known, advanced, history))
+        computed = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+        flat.copy_(torch.where(torch.isfinite(amax) & (amax > 0), computed, flat))
         at += scale.numel()
 
 

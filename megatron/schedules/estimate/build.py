@@ -109,6 +109,7 @@ class Build:
         graphs: parts of a layer that are captured as CUDA graphs, by Megatron's names; empty for whole layers, None
             without graphs.
         captured: true if a CUDA graph has a whole iteration.
+        fused_experts: true if experts are fused operations, whose I computes the weight gradients too.
     """
 
     shape: Shape
@@ -139,6 +140,7 @@ class Build:
     quantized: Quantized | None = None
     graphs: frozenset[str] | None = None
     captured: bool = False
+    fused_experts: bool = False
 
     @property
     def tokens(self) -> float:

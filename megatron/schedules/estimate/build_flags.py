@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -64,15 +65,19 @@ def as_built(args: Any, shape: Shape) -> Build:
         residual=4 if args.fp32_residual_connection else number,
         quantized=_quantized(args),
         graphs=_graphs(args),
-        captured=_captured(args),
+        captured=graphs_impl(args) == WHOLE,
+        fused_experts=bool(getattr(args, "use_transformer_engine_op_fuser", False)) and bool(args.num_experts),
     )
 
 
 def graphs_impl(args: Any) -> str:
-    """Returns what captures CUDA graphs, as ``--cuda-graph-impl`` names it; empty without them."""
+    """Returns what captures CUDA graphs, as ``--cuda-graph-impl`` names it; empty without them.
+
+    Older flags are read too.
+    """
     if (named := getattr(args, "cuda_graph_impl", None) or "none") != "none":
-        return str(named)
-    return GRAPHS if getattr(args, "external_cuda_graph", False) else ""  # an older flag
+        return WHOLE if named == "local" and WHOLE in _scopes(args) else str(named)
+    return GRAPHS if getattr(args, "external_cuda_graph", False) else ""
 
 
 def _graphs(args: Any) -> frozenset[str] | None:
@@ -87,11 +92,11 @@ def _graphs(args: Any) -> frozenset[str] | None:
     return parts if permutes else parts - {"moe_preprocess"}
 
 
-def _captured(args: Any) -> bool:
-    """Reads whether a CUDA graph has a whole iteration, in newer flags and in older ones."""
-    impl, scope = graphs_impl(args), getattr(args, "cuda_graph_scope", None) or ()
-    names = [scope] if isinstance(scope, str) else [str(getattr(each, "name", each)) for each in scope]
-    return impl == WHOLE or (impl == "local" and WHOLE in names)
+def _scopes(args: Any) -> Iterator[str]:
+    """Yields what graphs have, as older flags name it."""
+    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
+        scope = getattr(args, name, None) or ()
+        yield from [scope] if isinstance(scope, str) else (str(getattr(each, "name", each)) for each in scope)
 
 
 def of_engine(args: Any) -> bool:

@@ -103,9 +103,11 @@ def _shared_by_all(build: Build) -> tuple[LinearShape, ...]:
 
 def _experts_work(build: Build) -> PartWork:
     experts = _experts(build)
-    linears = (*_routed(build), *_projections(build), *_shared_by_all(build))
+    routed = _routed(build)
+    linears = (*routed, *_projections(build), *_shared_by_all(build))
     return PartWork(
         linears,
+        joined=len(routed) if build.fused_experts else 0,
         moved=_moved(build, experts.inner * experts.chosen + experts.shared),
         routed=2.0 * _read_by(build) * experts.chosen / build.tensor,
         modules={"moe": (flops(linears), 0.0)},
@@ -138,6 +140,8 @@ def _experts_activations(build: Build, operand: float) -> Layer:
         "moe_act": Kept(second),
         "moe": routed.plus(Kept(outer - second, 2 * outer + second)),
     }
+    if build.fused_experts:
+        parts["moe"] = parts["moe"]._replace(weights=0.0)
     if experts.latent:
         latent = operand * experts.latent / between(build)
         read = 0.0 if experts.shared else operand * width  # shared experts keep it too

@@ -50,6 +50,7 @@ class PartWork:
         scan: FLOPs of both in what mixes tokens in another way.
         moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
         kernels: number of kernels that do so.
+        joined: number of linears, from the first on, whose weight gradients I computes.
         routed: bytes sent to all chosen experts, one way, those of the same rank included.
         modules: FLOPs, in linears and elsewhere, of each module that Megatron can recompute alone, by its name.
     """
@@ -59,6 +60,7 @@ class PartWork:
     scan: tuple[float, float] = (0.0, 0.0)
     moved: tuple[float, float] = (0.0, 0.0)
     kernels: int = 3
+    joined: int = 0
     routed: float = 0.0
     modules: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 

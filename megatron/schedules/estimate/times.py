@@ -203,6 +203,7 @@ def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _
 def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, quantized: bool) -> PassTimes:
     """Times of one part of a layer. Attention itself is never quantized."""
     times = [_linear(build, linear, prices, tokens, quantized=quantized) for linear in work.linears]
+    times[: work.joined] = [PassTimes(f, i + w, 0.0) for f, i, w in times[: work.joined]]
     forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
     mixing, moved = work.mixing, work.moved
     forward += prices.attention(mixing[0] * tokens, backward=False) + prices.stream(moved[0] * tokens, work.kernels)
@@ -211,7 +212,8 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     # W's messages are hidden behind its products.
     around = _messages(build, work, prices, tokens) + prices.permuted(work.routed * tokens)
     host = prices.host(build) if work.routed else 0.0
-    return PassTimes(forward + around + host, input_grad + around + host, weight_grad + host)
+    in_w = 0.0 if work.joined else host
+    return PassTimes(forward + around + host, input_grad + around + host, weight_grad + in_w)
 
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:

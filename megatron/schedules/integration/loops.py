@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from megatron.schedules.estimate.build_flags import WHOLE
 from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
 from megatron.schedules.integration.flags.configuration import loop_job
@@ -209,6 +210,9 @@ def _replans(spec: JobSpec, planner: Planner, first: MeasuredIterations, end: in
     settings, request = spec.settings, planner.request
     follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
     estimated = settings.schedule.name == AUTO and settings.costs is None and not settings.plan_lengths and follows
+    # A graph of a whole iteration has no clocks, and the other runs iterations again.
+    estimated = estimated and spec.stock.cuda_graphs != WHOLE
+    estimated = estimated and "moe_expert_rank_capacity_factor" not in spec.stock.given
     by_itself = not by_flag and needed <= end and estimated
     if by_itself:
         print_rank_0(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.background_plans import (
@@ -107,7 +108,8 @@ class ScheduleFunction:
         self._rank = dist.get_rank(self._group)
         own = planner.placement.stages_of(self._rank)
         self._inputs = StageInputs(own, self._group, masks_documents=masks_documents)
-        self._relay = ResultRelay(self._group, planner.last_stage_rank)
+        # Results of training and of evaluations have forms of their own.
+        self._relays = [ResultRelay(self._group, planner.last_stage_rank) for _ in range(2)]
         self.model = ModelBinding(planner, watches_all=verify)
         self._reported = False
         self._waits: Counter[str] | None = None if standin.enabled() else Counter()
@@ -167,13 +169,18 @@ class ScheduleFunction:
         message = sizes._replace(sequence=decoder_seq_length or seq_length)
         planned: IterationPlan | None = None
 
-        def once(program: Program, iterators: Sequence[Any], again: bool = False) -> list[Any]:
+        # A CUDA graph of the whole call: no event may be asked for, and no host may wait.
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured and not forward_only:
+            self._log.stop()
+
+        def once(program: Program, iterators: Sequence[Any], silent: bool = captured) -> list[Any]:
             mine = call._replace(data_iterators=iterators)
-            with self._tracker.running():
-                stages = self._run(chunks, mine, message, program, planned and planned.timeline, again=again)
-                losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
+            with self._tracker.running(marked=not captured):
+                stages = self._run(chunks, mine, message, program, planned and planned.timeline, silent=silent)
+                losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only, captured=captured)
                 if not forward_only:
-                    self._finish(chunks, stages, tokens, pg_collection, force_all_reduce, again=again)
+                    self._finish(chunks, stages, tokens, pg_collection, force_all_reduce, silent=silent)
             return losses
 
         with _timed(get_model_config(chunks[0])):
@@ -197,9 +204,9 @@ class ScheduleFunction:
         program: Program,
         timeline: Timeline | None,
         *,
-        again: bool,
+        silent: bool,
     ) -> MegatronStages:
-        """Runs all passes and messages of one call. Training calls are measured and logged, but not if run ``again``.
+        """Runs all passes and messages of one call. Training calls are measured and logged, but not if ``silent``.
 
         ``timeline`` is that of ``program``; None for the usual plan's.
         """
@@ -207,8 +214,10 @@ class ScheduleFunction:
         training = self._training
         if training and self._captured is not None and self._captured is not program:
             raise RuntimeError("CUDA graphs were captured in the order of another plan: a job has one")
+        if getattr(config, "moe_paged_stash", False):  # it notes the order of passes over experts, in any schedule
+            schedules.paged_stash_reset(enabled=training, config=config)
         measuring = Watching(meter=self.peaks.begin(chunks)) if training else Watching()
-        if training and self.profiler is not None and not again:
+        if training and self.profiler is not None and not silent:
             measuring = self.profiler.begin(program, chunks, measuring.meter)
         deferred = self.model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
@@ -228,7 +237,7 @@ class ScheduleFunction:
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]
-        log = self._log if training and not again else None
+        log = self._log if training and not silent else None
         hidden = nullcontext() if self._hiding is None else self._hiding.hidden(stages.run_ahead, measuring.messages)
         with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
@@ -250,7 +259,7 @@ class ScheduleFunction:
         pg_collection: Any,
         force: Any,
         *,
-        again: bool,
+        silent: bool,
     ) -> None:
         """Finishes the gradients and the measurements of a training call."""
         config = get_model_config(chunks[0])
@@ -264,7 +273,7 @@ class ScheduleFunction:
             peak = max(self.peaks.bytes, self._log.peak.bytes or 0)
             seen = run_log.seen(chunks, self.model.offloads, peak, self._waits, stages.partial_gradients)
             run_log.report(self._planner, self._group, seen)
-        if self.profiler is not None and not again:
+        if self.profiler is not None and not silent:
             self.profiler.end()
 
     def _exchange(self, spec: MessageSpec, sizes: IterationSizes, cp_size: int, width: int) -> Exchange | None:
@@ -276,13 +285,14 @@ class ScheduleFunction:
         return Exchange(self._messages.collective_group, hidden, words, spec.dtype, spec.device)
 
     def _on_last_rank(
-        self, stages: MegatronStages, chunks: Sequence[torch.nn.Module], *, forward_only: bool
+        self, stages: MegatronStages, chunks: Sequence[torch.nn.Module], *, forward_only: bool, captured: bool
     ) -> tuple[list[Any], torch.Tensor]:
         """Returns losses and tokens on the last rank, as in stock, for any position of the last stage."""
         config = get_model_config(chunks[0])
         if self._planner.last_stage_rank == self._group.size() - 1:
             return stages.losses, stages.tokens
-        losses, tokens = self._relay((stages.losses, stages.tokens), stages.tokens.device)
+        results, relay = (stages.losses, stages.tokens), self._relays[forward_only]
+        losses, tokens = relay(results, stages.tokens.device, alike=captured)
         if config.mtp_num_layers and not forward_only:
             hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         return losses, tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.schedules.estimate.build_flags import GRAPHS
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import measured_iterations
@@ -24,6 +24,8 @@ _NOT_WITH_LENGTHS = {
 
 _ONE_PLAN = "graphs are captured once, in the order of one plan for one number of microbatches"
 _SHAPE = "a graph is for microbatches of one shape"
+_HOST_READS = "the host reads their lengths, and in a graph no host reads"
+_NO_CLOCK = "a graph of a whole iteration has no clocks"
 _ROUNDED = "Megatron makes the inputs of graphs in bf16, and other numbers would be rounded"
 _NOT_WITH_GRAPHS = {
     "rampup_batch_size": _ONE_PLAN,
@@ -33,6 +35,19 @@ _NOT_WITH_GRAPHS = {
     "dataloader_inter_document_masking": _SHAPE,
     "fp32_residual_connection": _ROUNDED,
 }
+_NOT_CAPTURED = {
+    "rampup_batch_size": _ONE_PLAN,
+    "step_batch_size_schedule": _ONE_PLAN,
+    "variable_seq_lengths": _SHAPE,
+    "sft": _HOST_READS,
+    "dataloader_inter_document_masking": _HOST_READS,
+    "timing_log_level": _NO_CLOCK,
+    "fp16": "a graph repeats the loss scale that it was captured with; use bf16",
+}
+_RUN_AGAIN = "moe_expert_rank_capacity_factor"
+_TWICE = "an iteration with too many tokens for an expert is run again"
+# With these, no host reads how many tokens experts get.
+_FIXED_TOKENS = {"moe_pad_expert_input_to_capacity", _RUN_AGAIN}
 
 
 def validate(spec: JobSpec) -> None:
@@ -54,6 +69,10 @@ def validate(spec: JobSpec) -> None:
         _check_plan_lengths(spec)
     if spec.stock.cuda_graphs == GRAPHS:
         _check_graphs(spec)
+    if spec.stock.cuda_graphs == WHOLE:
+        _check_capture(spec)
+    if _RUN_AGAIN in spec.stock.given:
+        _check_rerun(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
@@ -113,20 +132,76 @@ def check_model(spec: JobSpec) -> None:
 
 def _check_graphs(spec: JobSpec) -> None:
     """Refuses what changes what CUDA graphs of layers have captured."""
+    _refuse_with_one_plan(spec, f"--cuda-graph-impl {GRAPHS}", _NOT_WITH_GRAPHS)
+    if "bf16" not in spec.stock.given:
+        raise PlanError(f"--cuda-graph-impl {GRAPHS} needs --bf16: {_ROUNDED}")
+
+
+def _check_capture(spec: JobSpec) -> None:
+    """Refuses what changes what a CUDA graph of a whole iteration has captured, or lets a host wait in it."""
+    given, impl = spec.stock.given, f"--cuda-graph-impl {WHOLE}"
+    _refuse_with_one_plan(spec, impl, _NOT_CAPTURED, measured=_NO_CLOCK)
+    if "cuda_graph_warmup_steps" not in given:
+        raise PlanError(f"{impl} needs --cuda-graph-warmup-steps 1 or more: ranks tell each other about the first call")
+    if "num_experts" in given and given.isdisjoint(_FIXED_TOKENS):
+        raise PlanError(
+            f"{impl} does not go with experts whose number of tokens the host reads: give --moe-expert-capacity-factor "
+            "with --moe-pad-expert-input-to-capacity, or leave the flag out"
+        )
+
+
+def _check_rerun(spec: JobSpec) -> None:
+    """Refuses what changes the order of passes that a paged stash has noted, or cannot run an iteration again."""
+    plan = "it notes the order of one plan for one number of microbatches"
+    more = {
+        "rampup_batch_size": plan,
+        "step_batch_size_schedule": plan,
+        "overlap_dispatch_backward_with_experts_wgrad": "the schedule places weight gradients itself",
+    }
+    flag = f"--{_RUN_AGAIN.replace('_', '-')}"
+    _refuse_with_one_plan(
+        spec,
+        flag,
+        more,
+        one_plan=plan,
+        verified="it would note two orders",
+        saved="not tried so far",
+        measured=_TWICE,
+    )
+
+
+def _refuse_with_one_plan(
+    spec: JobSpec,
+    what: str,
+    more: Mapping[str, str],
+    *,
+    one_plan: str = _ONE_PLAN,
+    verified: str = "the iteration that it verifies comes before the graphs",
+    saved: str = "a graph neither recomputes nor offloads",
+    measured: str = "",
+) -> None:
+    """Refuses settings that do not go with the flag ``what``, which needs one plan.
+
+    Args:
+        spec: the job.
+        what: the flag.
+        more: names of stock's arguments that do not go with it, and why.
+        one_plan, verified, saved, measured: why several plans, a verification, recompute and offload passes, and a
+            measurement do not go with it; empty if they do.
+    """
     settings, given, flags = spec.settings, spec.stock.given, spec.flags
     changing = {
-        flags["replan"]: (settings.replan, _ONE_PLAN),
-        f"{flags['memory_limit']} auto": (settings.measures_limit, _ONE_PLAN),
-        flags["plan_lengths"]: (settings.plan_lengths, _ONE_PLAN),
-        flags["verify"]: (settings.verify, "the iteration that it verifies comes before the graphs"),
-        flags["save_memory"]: (settings.saving != MemorySaving(), "a graph neither recomputes nor offloads"),
-        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in _NOT_WITH_GRAPHS.items()},
+        flags["replan"]: (settings.replan, one_plan),
+        f"{flags['memory_limit']} auto": (settings.measures_limit, one_plan),
+        flags["plan_lengths"]: (settings.plan_lengths, one_plan),
+        flags["verify"]: (settings.verify, verified),
+        flags["save_memory"]: (settings.saving != MemorySaving(), saved),
+        flags["measure"]: (settings.measuring is not None, measured),
+        **{f"--{name.replace('_', '-')}": (name in given, why) for name, why in more.items()},
     }
     for flag, (is_given, why) in changing.items():
-        if is_given:
-            raise PlanError(f"--cuda-graph-impl {GRAPHS} does not go with {flag}: {why}; leave one of the two out")
-    if "bf16" not in given:
-        raise PlanError(f"--cuda-graph-impl {GRAPHS} needs --bf16: {_ROUNDED}")
+        if is_given and why:
+            raise PlanError(f"{what} does not go with {flag}: {why}; leave one of the two out")
 
 
 def _check_plan_lengths(spec: JobSpec) -> None:

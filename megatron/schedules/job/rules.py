@@ -90,6 +90,11 @@ _MOVED = _When(lambda job: not job.schedule.placement.looped or job.spec.setting
 _SPLIT = _When(lambda job: job.schedule.splits)
 _WHOLE = _When(lambda job: not job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
+_FUSED_EXPERTS = _When(
+    lambda job: _SPLIT_TE.holds(job) and "use_transformer_engine_op_fuser" in job.spec.stock.given,
+    "with --use-transformer-engine-op-fuser ",
+)
+_SPLIT_DENSE_TE = _When(lambda job: _SPLIT_TE.holds(job) and "num_experts" not in job.spec.stock.given)
 _HIDES = _When(
     lambda job: "overlap_moe_expert_parallel_comm" in job.spec.stock.given, "with --overlap-moe-expert-parallel-comm "
 )
@@ -151,13 +156,13 @@ def _linears(job: _Job) -> str:
 
 
 def _graphs(job: _Job) -> str:
-    """Refuses CUDA graphs other than those of layers, and if they cannot be captured here or have not all passes."""
+    """Refuses CUDA graphs without weight gradients, or that cannot be captured here or have not all passes."""
     impl, fault = job.spec.stock.cuda_graphs, job.machine.graphs_fault
     if job.spec.stock.given.isdisjoint(("cuda_graph_impl", "external_cuda_graph")):
         return ""
-    if impl != GRAPHS:
+    if impl not in (GRAPHS, WHOLE):
         why = _OTHER_GRAPHS.get(impl, "it is unknown")
-        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS}, or leave the flag out"
+        return f"does not work with --cuda-graph-impl {impl}: {why}; use {GRAPHS} or {WHOLE}, or leave the flag out"
     fault = fault or ("the schedule recomputes or offloads" if job.schedule.kinds & {Kind.R, Kind.O} else "")
     return f"does not work with --cuda-graph-impl {impl} here: {fault}; leave the flag out" if fault else ""
 
@@ -207,17 +212,16 @@ def _words(job: _Job) -> str:
 
 _OTHER_GRAPHS = {
     "local": "its graphs of layers have no weight gradients that a plan places",
-    WHOLE: "an iteration is not captured as a whole so far",
 }
 _FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
 _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
 _OWN_WEIGHTS = f"the schedule places weight gradients itself; {_OUT}"
+_NOT_TRIED = f"grouped weights of fused experts were not tried; {_OUT}"
 _NO_WEIGHTS = (
     "this schedule does not split the backward, so no weight gradients are left to run behind messages; use one that "
     f"does, such as zb-1p or v-half, or {_OUT}"
 )
-_WRAPS = f"it wraps the schedule; {_OUT}"
 _FSDP = "use Megatron's own data parallelism or distributed optimizer"
 _ONE_SHAPE = f"ranks exchange microbatches of one shape; {_ONE_OUT}"
 _NOT_SPLIT = (
@@ -232,8 +236,10 @@ _RULES = (
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
     _linears,
-    _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
+    _flag("use_transformer_engine_op_fuser", f"fused linears of an MLP are not split; {_OUT}", _SPLIT_DENSE_TE),
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
+    _flag("moe_single_grouped_weight", _NOT_TRIED, _FUSED_EXPERTS),
+    _flag("moe_single_grouped_bias", _NOT_TRIED, _FUSED_EXPERTS),
     _fp8_recipe,
     _fp8_order,
     *(_flag(name, _NOT_SPLIT, _SPLIT_TE) for name in _QUANTISED),
@@ -257,8 +263,6 @@ _RULES = (
     _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),
     _flag("moe_shared_expert_overlap", f"both run behind the same messages; {_ONE_OUT}", _HIDES),
     _flag("overlap_moe_expert_parallel_comm", f"experts send no messages; {_OUT}", _NO_MESSAGES),
-    _flag("moe_paged_stash", _WRAPS),
-    _flag("moe_expert_rank_capacity_factor", _WRAPS),
     _flag(
         "fine_grained_activation_offloading",
         "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",

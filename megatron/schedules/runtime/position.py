@@ -65,8 +65,14 @@ class PositionTracker:
         self._ahead: deque[tuple[Position, Any]] = deque()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Tracks a program and what follows it. After an error, forgets what the device has left to do."""
+    def running(self, *, marked: bool = True) -> Iterator[None]:
+        """Tracks a program and what follows it. After an error, forgets what the device has left to do.
+
+        ``marked`` is False if no event may be asked for, as in the capture of a CUDA graph. Then only the host is
+        tracked.
+        """
+        mark = self._mark
+        self._mark = mark if marked else None
         try:
             yield
             self._leave(self.host)
@@ -75,7 +81,7 @@ class PositionTracker:
             self._ahead = deque()
             raise
         finally:
-            self.host = None
+            self.host, self._mark = None, mark
 
     def begin(self, program: Program) -> None:
         """This thread is about to run ``program``."""

@@ -52,20 +52,25 @@ class ResultRelay:
         self._is_source = dist.get_rank(group) == source
         self._form: _Form | None = None
 
-    def __call__(self, results: Any, device: torch.device) -> Any:
+    def __call__(self, results: Any, device: torch.device, *, alike: bool = False) -> Any:
         """Returns the source's results, on every rank.
 
         Args:
             results: any picklable object; only that of the source counts.
             device: device of the broadcasts.
+            alike: whether only values of tensors differ from the last results. Then no host waits.
+
+        Raises:
+            RuntimeError: more differs from the last results.
         """
         form, tensors = _taken_apart(results, device) if self._is_source else (None, [])
-        changed = torch.tensor([self._is_source and form != self._form], dtype=torch.int, device=device)
-        dist.broadcast(changed, group_src=self._source, group=self._group)
-        if changed.item():
-            message: list[Any] = [form]
-            dist.broadcast_object_list(message, group_src=self._source, group=self._group)
-            self._form = message[0]
+        if not alike:
+            self._exchange(form, device)
+        elif self._form is None or (self._is_source and form != self._form):
+            raise RuntimeError(
+                "a CUDA graph of a whole iteration repeats the results of the forward step that are no tensors, and "
+                "these differ between iterations: return them as tensors, or leave out --cuda-graph-impl"
+            )
         assert self._form is not None
         if self._is_source:
             packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors] or [_empty(0, device)])
@@ -73,6 +78,15 @@ class ResultRelay:
             packed = _empty(sum(self._form.sizes), device)
         dist.broadcast(packed, group_src=self._source, group=self._group)
         return results if self._is_source else _put_together(self._form, packed)
+
+    def _exchange(self, form: _Form | None, device: torch.device) -> None:
+        """Sends the source's form to all ranks if it has changed; hosts wait for the answer."""
+        changed = torch.tensor([self._is_source and form != self._form], dtype=torch.int, device=device)
+        dist.broadcast(changed, group_src=self._source, group=self._group)
+        if changed.item():
+            message: list[Any] = [form]
+            dist.broadcast_object_list(message, group_src=self._source, group=self._group)
+            self._form = message[0]
 
 
 def _empty(size: int, device: torch.device) -> Tensor:
@@ -145,6 +159,8 @@ def hand_over_metrics(group: dist.ProcessGroup, source: int, layers: int) -> Non
     dist.broadcast(sums, group_src=source, group=group)
     if group.rank() == last:
         for row, name in zip(sums, _SUMS, strict=True):
-            tracker[name] = tracker.get(name, 0) + row
+            if name not in tracker:
+                tracker[name] = torch.zeros_like(row)
+            tracker[name] += row  # in place, because a CUDA graph adds to the same memory again
         tracker["reduce_group"] = None
         tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -21,6 +21,7 @@ The following are never split; their gradients are computed in I:
 - modules with a frozen weight;
 - weights that are grouped in one, or sharded over a rematerialisation group;
 - weights that are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``);
+- experts in fused operations (``use_transformer_engine_op_fuser``), whose linears' own forward never runs;
 - modules whose ``forward`` was already replaced.
 
 A norm's gradients are computed in I too. Megatron does not build ``LayerNormMLP``.
@@ -65,6 +66,9 @@ _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
 _RELY_ON_IT = ("debug", "ub_bulk_dgrad")
 # The first versions quantize a blockwise input after it is gathered.
 _QUANTIZED_AFTERWARDS = ("force_hp_input_gather", "force_hp_blockwise_ln_out_gather")
+# Attribute of Megatron's experts that is true if Transformer Engine fuses their linears with other operations.
+_FUSES = "_with_fused_impl"
+_FUSED = "fused with other operations"
 # Number of autograd nodes to search for a linear's own: it may add a bias, and cast or reshape the result.
 _STEPS_AFTER = 4
 
@@ -78,6 +82,7 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
         RuntimeError: the linears lack a required attribute: this version of Transformer Engine is unknown.
     """
     bound, whole, kinds = 0, output_layers(model_chunk), linears()
+    fused = {part for each in model_chunk.modules() if getattr(each, _FUSES, False) for part in each.modules()}
     for module in model_chunk.modules() if kinds else ():
         if not isinstance(module, kinds) or module in whole:
             continue
@@ -91,7 +96,7 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
                 f"Transformer Engine {te_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a "
                 "split of its backward needs; use --transformer-impl local, or a schedule that does not split it"
             )
-        module.__dict__["forward"] = _Forward(module, store)
+        module.__dict__["forward"] = _Forward(module, store, _FUSED if module in fused else None)
         bound += 1
     return bound
 
@@ -109,7 +114,9 @@ def is_split(linear: torch.nn.Module) -> bool:
 
 def defers(linear: torch.nn.Module) -> bool:
     """Works like :func:`.local.defers` for Transformer Engine's linears."""
-    return is_split(linear) and not any(holds for _, holds in _whole_cases(*_parameters(linear)))
+    if not is_split(linear) or linear.__dict__["forward"].whole_because == _FUSED:
+        return False
+    return not any(holds for _, holds in _whole_cases(*_parameters(linear)))
 
 
 def whole_because(linear: torch.nn.Module) -> str | None:
@@ -118,12 +125,18 @@ def whole_because(linear: torch.nn.Module) -> str | None:
 
 
 class _Forward:
-    """Replaces one linear's ``forward``. For a split backward it gives the module the call's store and leaves."""
+    """Replaces one linear's ``forward``. For a split backward it gives the module the call's store and leaves.
 
-    def __init__(self, module: torch.nn.Module, store: WeightGradients) -> None:
+    Args:
+        module: the linear.
+        store: of the calls.
+        whole_because: why it is never split; None if its parameters decide.
+    """
+
+    def __init__(self, module: torch.nn.Module, store: WeightGradients, whole_because: str | None = None) -> None:
         self._module = module
         self._store = store
-        self.whole_because: str | None = None
+        self._never_split, self.whole_because = whole_because, whole_because
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, key = self._module, self._store.current
@@ -133,7 +146,8 @@ class _Forward:
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
         if key is not None:
-            self.whole_because = next((why for why, holds in _whole_cases(weights, biases) if holds), None)
+            cases = _whole_cases(weights, biases)
+            self.whole_because = self._never_split or next((why for why, holds in cases if holds), None)
         if key is None or self.whole_because is not None:
             return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)

@@ -124,6 +124,7 @@ class RunLog:
         self.peak = PeakWatch()
         self.slow = SlowWatch(planner.placement.rank_of)
         self._calls, self._recording, self._within = 0, False, False
+        self._blind = False
         self._microbatches = planner.first.microbatches
         self._planned: Timeline | None = None
         self._last: RankTimes | None = None
@@ -131,7 +132,7 @@ class RunLog:
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
         """Begins a training call; returns the observers of its actions. Without ``planned`` the usual plan is run."""
         # Stock logs at its interval, and a job's first iteration.
-        self._recording = not self._calls or self._iteration() % self._interval == 0
+        self._blind, self._recording = False, not self._calls or self._iteration() % self._interval == 0
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
         self.peak.begin()
@@ -145,6 +146,10 @@ class RunLog:
         if self._recording:
             self._recorder.end()
         self.peak.end()
+
+    def stop(self) -> None:
+        """Describes no iteration until a call begins again: a CUDA graph of a whole call runs without the engine."""
+        self._blind = True
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -161,7 +166,7 @@ class RunLog:
         Args:
             counted: activation bytes counted on this rank; 0 if not counted.
         """
-        if not self._within:
+        if not self._within or self._blind:
             return None
         placement = self._planner.placement
         while (spans := self._recorder.take()) is not None:
