@@ -13,10 +13,18 @@ import pytest
 from tests.integration.as_hybrid import HybridModels
 from tests.integration.conftest import Training
 from tests.integration.server import Megatron
+from tests.integration.test_checkpoints import (
+    saved,
+    test_a_resumed_job_is_the_same_to_the_bit,
+    test_exit_at_an_interval_saves_and_the_next_start_goes_on,
+)
 from tests.integration.test_compatibility import test_alone
+from tests.integration.test_frozen import test_low_rank_adapters
 from tests.integration.test_logging import test_the_same_is_logged
+from tests.integration.test_moe import test_hidden_messages_change_no_result
 from tests.integration.test_moe import test_the_result_is_stocks as test_experts
 from tests.integration.test_no_waits import test_nothing_in_a_program_waits_for_the_device
+from tests.integration.test_packed import test_every_rank_sees_the_bounds_and_results_are_stocks
 from tests.integration.test_reduction import test_reductions_start_within_the_chunks_last_pass
 from tests.integration.test_validation_sets import data, test_each_validation_set_in_full
 from tests.integration.test_varied_sizes import test_same_losses_and_gradients_to_the_bit
@@ -28,11 +36,17 @@ from tests.integration.test_with_plain_attention import test_the_result_is_stock
 
 __all__ = [
     "data",
+    "saved",
+    "test_a_resumed_job_is_the_same_to_the_bit",
     "test_alone",
     "test_distributed_optimizer_over_context_and_data_ranks",
     "test_each_validation_set_in_full",
+    "test_every_rank_sees_the_bounds_and_results_are_stocks",
+    "test_exit_at_an_interval_saves_and_the_next_start_goes_on",
     "test_experts",
+    "test_hidden_messages_change_no_result",
     "test_losses_and_gradients_are_stocks",
+    "test_low_rank_adapters",
     "test_nothing_in_a_program_waits_for_the_device",
     "test_other_attention",
     "test_reductions_start_within_the_chunks_last_pass",
