@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -33,12 +35,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = tier_of(item)
         item.add_marker(tier)
         by_night = tier == "nightly" and not config.getoption("--nightly")
-        another = item.get_closest_marker("another_model")
-        others = another is not None and not any(schedule in another.args[1:] for _, schedule, _ in _shown(item))
+        others = item.get_closest_marker("another_model") is not None and not _chosen(item)
         if by_night or others or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
             items.remove(item)
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
+
+
+def _chosen(item: pytest.Item) -> bool:
+    """Whether another model has the test: the mark's schedules, and for each feature one more, which the name decides.
+
+    It also has whatever only this model shows.
+    """
+    mark: Any = item.get_closest_marker("another_model")
+    _, *usual = mark.args
+    rest = [schedule for schedule in mark.kwargs["one_more_of"] if schedule not in usual]
+    return any(
+        schedule in (*usual, rest[crc32(feature.encode()) % len(rest)]) or shown.kwargs.get("only")
+        for shown, feature, schedule, _ in _shown(item)
+    )
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -53,14 +68,19 @@ def tier_of(item: pytest.Item) -> str:
     return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
 
 
-def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:
-    """Features that a test shows, each with the schedule and the model; the model is "GPT" where no mark names one."""
+def _shown(item: pytest.Item) -> Iterator[tuple[pytest.Mark, str, str, str]]:
+    """Features that a test shows: the mark, the feature, the schedule and the model.
+
+    The model is "GPT" where no mark names one. What a mark shows ``only`` of one model, others do not show.
+    """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     another = item.get_closest_marker("another_model")
     model = "GPT" if another is None else another.args[0]
     for mark in item.iter_markers("feature"):
         feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
-        yield feature, schedule, mark.kwargs.get("model", model)
+        shown = mark.kwargs.get("model", model)
+        if mark.kwargs.get("only", shown) == shown:
+            yield mark, feature, schedule, shown
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,26 +93,22 @@ class _Features:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, list[dict[str, Any]]] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            for feature, schedule, model in _shown(item):
-                self._found[item.nodeid] = {
-                    "feature": feature,
-                    "schedule": schedule,
-                    "model": model,
-                    "test": item.nodeid,
-                }
+            self._found[item.nodeid] = [
+                {"feature": feature, "schedule": schedule, "model": model, "test": item.nodeid}
+                for _, feature, schedule, model in _shown(item)
+            ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = self._found.get(report.nodeid)
-        if found is not None and (report.when == "call" or report.outcome != "passed"):
-            found["outcome"] = report.outcome
-            found |= dict(report.user_properties)
+        if report.when == "call" or report.outcome != "passed":
+            for found in self._found.get(report.nodeid, ()):
+                found |= {"outcome": report.outcome, **dict(report.user_properties)}
 
     def pytest_sessionfinish(self) -> None:
-        self._path.write_text(json.dumps(list(self._found.values()), indent=1) + "\n")
+        self._path.write_text(json.dumps(list(chain(*self._found.values())), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,13 +12,14 @@ import pytest
 
 from tests.integration.as_hybrid import HybridModels
 from tests.integration.conftest import Training
+from tests.integration.features import SCHEDULES
 from tests.integration.server import Megatron
 from tests.integration.test_checkpoints import (
     saved,
     test_a_resumed_job_is_the_same_to_the_bit,
     test_exit_at_an_interval_saves_and_the_next_start_goes_on,
 )
-from tests.integration.test_compatibility import test_alone
+from tests.integration.test_compatibility import test_alone, test_together
 from tests.integration.test_frozen import test_low_rank_adapters
 from tests.integration.test_logging import test_the_same_is_logged
 from tests.integration.test_moe import test_hidden_messages_change_no_result
@@ -52,8 +53,9 @@ __all__ = [
     "test_reductions_start_within_the_chunks_last_pass",
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
+    "test_together",
 ]
-pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half")
+pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES)
 
 
 @pytest.fixture(scope="module")
