@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -45,15 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _chosen(item: pytest.Item) -> bool:
     """Whether another model has the test: the mark's schedules, and for each feature one more, which the name decides.
 
-    It also has whatever only this model shows.
+    So every schedule meets some features, and every feature several schedules.
     """
     mark: Any = item.get_closest_marker("another_model")
     _, *usual = mark.args
     rest = [schedule for schedule in mark.kwargs["one_more_of"] if schedule not in usual]
-    return any(
-        schedule in (*usual, rest[crc32(feature.encode()) % len(rest)]) or shown.kwargs.get("only")
-        for shown, feature, schedule, _ in _shown(item)
-    )
+    return any(schedule in (*usual, rest[crc32(feature.encode()) % len(rest)]) for feature, schedule, _ in _shown(item))
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -68,19 +64,14 @@ def tier_of(item: pytest.Item) -> str:
     return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
 
 
-def _shown(item: pytest.Item) -> Iterator[tuple[pytest.Mark, str, str, str]]:
-    """Features that a test shows: the mark, the feature, the schedule and the model.
-
-    The model is "GPT" where no mark names one. What a mark shows ``only`` of one model, others do not show.
-    """
+def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:
+    """Features that a test shows, each with the schedule and the model; the model is "GPT" where no mark names one."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     another = item.get_closest_marker("another_model")
     model = "GPT" if another is None else another.args[0]
     for mark in item.iter_markers("feature"):
         feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
-        shown = mark.kwargs.get("model", model)
-        if mark.kwargs.get("only", shown) == shown:
-            yield mark, feature, schedule, shown
+        yield feature, schedule, mark.kwargs.get("model", model)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,22 +84,26 @@ class _Features:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, list[dict[str, Any]]] = {}
+        self._found: dict[str, dict[str, Any]] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            self._found[item.nodeid] = [
-                {"feature": feature, "schedule": schedule, "model": model, "test": item.nodeid}
-                for _, feature, schedule, model in _shown(item)
-            ]
+            for feature, schedule, model in _shown(item):
+                self._found[item.nodeid] = {
+                    "feature": feature,
+                    "schedule": schedule,
+                    "model": model,
+                    "test": item.nodeid,
+                }
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            for found in self._found.get(report.nodeid, ()):
-                found |= {"outcome": report.outcome, **dict(report.user_properties)}
+        found = self._found.get(report.nodeid)
+        if found is not None and (report.when == "call" or report.outcome != "passed"):
+            found["outcome"] = report.outcome
+            found |= dict(report.user_properties)
 
     def pytest_sessionfinish(self) -> None:
-        self._path.write_text(json.dumps(list(chain(*self._found.values())), indent=1) + "\n")
+        self._path.write_text(json.dumps(list(self._found.values()), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -77,18 +77,10 @@ def _pairs() -> list[tuple[Case, bool]]:
     return [(case, case.world > 4 or at % 3 > 0) for at, case in enumerate(together())]
 
 
-def _of_hybrid(case: Case) -> list[pytest.MarkDecorator]:
-    """What the page shows of a case: hybrid models have each feature alone under few schedules only."""
-    return [pytest.mark.feature(name, case.schedule, only="hybrid") for name in case.features]
-
-
 @pytest.mark.job
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=[*_of_hybrid(case), *[pytest.mark.nightly] * rare])
-        for case, rare in _pairs()
-    ],
+    [pytest.param(case, id=str(case), marks=[pytest.mark.nightly] * rare) for case, rare in _pairs()],
 )
 def test_together(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case, "--global-batch-size", "4", "--train-iters", "2"), case)

@@ -112,7 +112,18 @@ def test_losses_of_experts_are_logged_where_a_rank_has_none(te: Megatron, schedu
         assert mine == tolerances.losses(theirs) and all(theirs), name
 
 
-def test_a_megatron_that_cannot_log_them_needs_experts_on_each_rank() -> None:
+@pytest.mark.nightly
+def test_masks_that_keep_documents_apart_are_not_read(te_train: Training) -> None:
+    """Not by stock either, as docs/compatibility.md says: packed samples keep them apart."""
+    model = (*MODERN.split(), "--hybrid-layer-pattern", "*-*-*-*-")
+    masked = te_train.stock(2, *JOB, "--reset-attention-mask", model=model, samples="documents")
+    plain = te_train.stock(2, *JOB, model=model, samples="documents")
+    assert masked.losses == plain.losses
+    ours = te_train(2, *JOB, "--reset-attention-mask", *under("v-half"), model=model, samples="documents")
+    assert ours.losses == plain.losses
+
+
+def test_a_megatron_that_cannot_log_losses_of_experts_needs_them_on_each_rank() -> None:
     flags = "--pipeline-schedule zb-1p --num-experts 4 --moe-aux-loss-coeff 1e-2 --hybrid-layer-pattern"
     args, _ = stock_parser().parse_known_args(
         [*SMALL, *"--pipeline-model-parallel-size 4".split(), *flags.split(), "*E*E*-*E"]

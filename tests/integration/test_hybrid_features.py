@@ -1,7 +1,7 @@
 """Each feature of Megatron's in a hybrid model: the tests of a GPT, of jobs that build the same layers as symbols.
 
-On Transformer Engine's own Python, because hybrid models have its layers. Left out is what these cannot do on a CPU, or
-do not read: packed samples in fp32, attention masks.
+On Transformer Engine's own Python, because hybrid models have its layers. Attention masks, which these do not read, are
+in ``test_hybrid.py``, and CUDA graphs in ``test_graphed_jobs.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.integration.test_checkpoints import (
     test_a_resumed_job_is_the_same_to_the_bit,
     test_exit_at_an_interval_saves_and_the_next_start_goes_on,
 )
-from tests.integration.test_compatibility import test_alone, test_together
+from tests.integration.test_compatibility import test_alone
 from tests.integration.test_frozen import test_low_rank_adapters
 from tests.integration.test_logging import test_the_same_is_logged
 from tests.integration.test_moe import test_hidden_messages_change_no_result
@@ -53,7 +53,6 @@ __all__ = [
     "test_reductions_start_within_the_chunks_last_pass",
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
-    "test_together",
 ]
 pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES)
 
