@@ -160,12 +160,12 @@ HYBRID = f"{MODERN} --hybrid-layer-pattern *-*-*-*-"
 HYBRID_MOE = f"{MOE} --hybrid-layer-pattern *E*E*E*E"
 ONE_SIZE = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
 IN_HYBRID = {
-    LAYERS: (("zb-1p", "v-half", "v-zb"), HYBRID),
-    ATTENTION: (("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b"), HYBRID),
-    MLP: (("zb-1p", "v-half"), HYBRID),
-    ATTENTION_AND_MLP: (("v-half", "v-zb"), HYBRID),
-    BOTH: (("zb-1p", "v-half", "v-zb"), HYBRID_MOE),
-    ROUTER: (("v-half", "v-zb"), HYBRID_MOE),
+    LAYERS: (("v-half",), HYBRID),
+    ATTENTION: (("zb-1p", "v-half"), HYBRID),
+    MLP: (("v-half",), HYBRID),
+    ATTENTION_AND_MLP: (("v-half",), HYBRID),
+    BOTH: (("v-half",), HYBRID_MOE),
+    ROUTER: (("v-half",), HYBRID_MOE),
     SCORES: (("v-half",), HYBRID_MOE),
     ATTENTION_AND_SCORES: (("v-half",), HYBRID_MOE),
     EXPERTS: (("v-half",), f"{HYBRID_MOE} {ONE_SIZE}"),
