@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.as_hybrid import HybridModels
 from tests.integration.conftest import Training
-from tests.integration.features import SCHEDULES
+from tests.integration.features import FACTORS, FEATURES, SCHEDULES
 from tests.integration.server import Megatron
 from tests.integration.test_checkpoints import (
     saved,
@@ -54,7 +54,15 @@ __all__ = [
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
 ]
-pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES)
+# What depends on which layers a stage holds, and on which ranks its weights are.
+VARIED = [name for factor in ("model", "parallel", "optimizer") for name in FACTORS[factor] if name in FEATURES]
+VARIED += [
+    "resume from a checkpoint, to the bit",
+    "LoRA: frozen model, low-rank adapters",
+    "packed documents",
+    "packed conversations (--sft)",
+]
+pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES, with_features=VARIED)
 
 
 @pytest.fixture(scope="module")
