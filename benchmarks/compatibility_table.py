@@ -35,8 +35,8 @@ bit if the arithmetic is the same. The test in the last column says what exactly
   `v-zb` and a whole backward. `zb-2p` differs from `zb-1p` only in the order of passes. `auto` runs one of the ten.
 - The columns of schedules are of a GPT, which has Megatron's local layers. The last but one is of the *hybrid* model of
   the same layers, one symbol each (`--hybrid-layer-pattern`), which has Transformer Engine's: it names the schedules.
-  Features are trained under `zb-1p` (one chunk per rank) and `v-half` (two in a V). What depends on which layers a
-  stage holds, and on which ranks, has one of the other four too, so that each of these meets some features. Packed
+  Features are trained under `zb-1p` (one chunk per rank) and `v-half` (two in a V). Many that depend on which layers a
+  stage holds, and on which ranks, have one of the other four too, so that each of these meets some features. Packed
   samples and context parallelism are in bf16.
 - `test_same_result.py` trains all ten with tensor, sequence and data parallelism and with the distributed optimizer.
 - If more than its linear uses a weight, such as a regularizer, its gradient comes in two parts, one in I and one in W.

@@ -54,9 +54,16 @@ __all__ = [
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
 ]
-# What depends on which layers a stage holds, and on which ranks its weights are.
-VARIED = [name for factor in ("model", "parallel", "optimizer") for name in FACTORS[factor] if name in FEATURES]
-VARIED += [
+# Under one schedule more: much of what depends on which layers a stage holds, and on which ranks its weights are.
+VARIED = [
+    *(name for name in FACTORS["model"] if name in FEATURES),
+    "tensor parallel 2",
+    "tensor and sequence parallel 2",
+    "data parallel 2",
+    "tensor and data parallel 2",
+    "gradient clipping",
+    "overlapped gradient reduction",
+    "distributed optimizer",
     "resume from a checkpoint, to the bit",
     "LoRA: frozen model, low-rank adapters",
     "packed documents",
