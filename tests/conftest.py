@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -35,12 +36,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = tier_of(item)
         item.add_marker(tier)
         by_night = tier == "nightly" and not config.getoption("--nightly")
-        another = item.get_closest_marker("another_model")
-        others = another is not None and not any(schedule in another.args[1:] for _, schedule, _ in _shown(item))
+        others = item.get_closest_marker("another_model") is not None and not _chosen(item)
         if by_night or others or (config.getoption("--try-on-cpu") and not item.get_closest_marker("gpu")):
             items.remove(item)
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
+
+
+def _chosen(item: pytest.Item) -> bool:
+    """Whether another model has the test: under the mark's schedules, and some features under one more.
+
+    The name of the feature decides which, so that every schedule meets some of these features.
+    """
+    mark: Any = item.get_closest_marker("another_model")
+    _, *usual = mark.args
+    rest = [schedule for schedule in mark.kwargs["one_more_of"] if schedule not in usual]
+    more = {feature: rest[crc32(feature.encode()) % len(rest)] for feature in mark.kwargs["with_features"]}
+    return any(schedule in (*usual, more.get(feature)) for feature, schedule, _ in _shown(item))
 
 
 def tier_of(item: pytest.Item) -> str:

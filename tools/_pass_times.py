@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -27,13 +28,16 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.gpu_libraries import te_fault
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.model_binding import Deferred, capture_state, recompute_layers
@@ -47,16 +51,16 @@ from megatron.schedules.schedule.placement import Placement
 
 ON_CPU = standin.needed()
 
-# The stages of a pipeline of one rank.
-EMBEDDING, LAYERS, OUTPUT = range(3)
-_PROGRAM = Program(0, (), Placement("interleaved", (0, 0, 0)), 1)
+# The first stages of a pipeline of one rank; a hybrid model has more of layers.
+EMBEDDING, LAYERS = 0, 1
 # GPT-2's vocabulary, where the flags name none; tokens are drawn, not read.
 _DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 50257}
 
 # What Megatron needs to be told where there is neither Apex nor Transformer Engine, and where there is no GPU.
 LOCAL_FLAGS = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion"]
 LOCAL_FLAGS += ["--no-masked-softmax-fusion", "--no-persist-layer-norm"]
-ON_CPU_FLAGS = [*LOCAL_FLAGS, "--distributed-backend", "gloo", "--no-bias-dropout-fusion"]
+WITHOUT_GPU_FLAGS = ["--distributed-backend", "gloo", "--no-bias-dropout-fusion"]
+ON_CPU_FLAGS = [*LOCAL_FLAGS, *WITHOUT_GPU_FLAGS]
 
 
 class Model(NamedTuple):
@@ -64,13 +68,19 @@ class Model(NamedTuple):
 
     Args:
         args: Megatron's arguments.
-        chunks: the embedding, decoder layers only, and the output layer with the loss, wrapped as for training.
+        chunks: the embedding, chunks of decoder layers only, and the output layer with the loss, wrapped as for
+            training.
         batches: what each of them reads.
     """
 
     args: Any
     chunks: list[torch.nn.Module]
     batches: list[dict[str, Tensor | None]]
+
+    @property
+    def output(self) -> int:
+        """The stage of the output layer, the last one."""
+        return len(self.chunks) - 1
 
 
 class Seconds(NamedTuple):
@@ -99,24 +109,31 @@ class Held(NamedTuple):
     after_input_grad: int
 
 
-def build(flags: Sequence[str]) -> Model:
-    """Builds the model of Megatron's ``flags``, with all ``--num-layers`` in the chunk of layers.
+def build(flags: Sequence[str], patterns: Sequence[str] = ()) -> Model:
+    """Builds the model of Megatron's ``flags``: a GPT with all ``--num-layers`` in one chunk, or a hybrid model.
 
     Processes must have torchrun's environment, and be as many as tensor and context parallelism ask for.
+
+    Args:
+        flags: Megatron's.
+        patterns: symbols of the layers of each chunk of a hybrid model.
     """
     if ON_CPU:
         _keep_memory()
     # The check for NaN is part of stock's loop, and refuses to work outside it.
     sys.argv = [sys.argv[0], *flags, "--no-check-for-nan-in-loss-and-grad"]
     args = parse_and_validate_args(args_defaults=_DEFAULTS)
-    config = gpt_config_from_args(args)
+    config = hybrid_config_from_args(args) if patterns else gpt_config_from_args(args)
     # In a pipeline both ends have their own weights, or their own copy.
     config.share_embeddings_and_output_weights = False
     training = pretrain_cfg_container_from_args(args, config)
     training.ddp.overlap_grad_reduce = False
     initialize_megatron()
     ends = copy.deepcopy(config)
-    ends.transformer.num_layers = 0
+    if patterns:
+        ends.hybrid_layer_pattern = ""
+    else:
+        ends.transformer.num_layers = 0
     groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def build_chunk(config: Any, first: bool, last: bool) -> torch.nn.Module:
@@ -131,8 +148,10 @@ def build(flags: Sequence[str]) -> Model:
         )
         return found[0]
 
-    chunks = [build_chunk(ends, True, False), build_chunk(config, False, False), build_chunk(ends, False, True)]
-    return Model(args, chunks, _batches(args))
+    between = [replace(config, hybrid_layer_pattern=pattern) for pattern in patterns] or [config]
+    layers = [build_chunk(each, False, False) for each in between]
+    chunks = [build_chunk(ends, True, False), *layers, build_chunk(ends, False, True)]
+    return Model(args, chunks, _batches(args, len(layers)))
 
 
 def _keep_memory() -> None:
@@ -172,7 +191,7 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
 
 
 def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:
-    """Times R of all layers of ``stage`` repeatedly, without end; to be called once for a model, last."""
+    """Times R of all layers of ``stage`` repeatedly, without end; to be called once for a stage, last."""
     recomputes = Recomputes(capture_state)
     recompute_layers(model.chunks[stage], None, recomputes)
     meter = _meter(model)
@@ -222,8 +241,9 @@ def _stages(
     store = WeightGradients(meter)
     call = ScheduleCall(_forward_step, model.batches, 1, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
+    program = Program(0, (), Placement("interleaved", (0,) * len(model.chunks)), 1)
     stages = MegatronStages(
-        _PROGRAM, model.chunks, config, call, Deferred(store, recomputes), lambda stage: nullcontext(), meter
+        program, model.chunks, config, call, Deferred(store, recomputes), lambda stage: nullcontext(), meter
     )
     return stages, store
 
@@ -239,17 +259,18 @@ def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | No
     assert message is not None
     stages.backward(EMBEDDING, 0, torch.randn_like(message))
     activation = None if stage == EMBEDDING else torch.randn_like(message.detach())
-    return activation, None if stage == OUTPUT else torch.randn_like(message.detach())
+    return activation, None if stage == model.output else torch.randn_like(message.detach())
 
 
-def _batches(args: Any) -> list[dict[str, Tensor | None]]:
-    """Returns random tokens for the embedding and random labels for the output layer."""
+def _batches(args: Any, between: int) -> list[dict[str, Tensor | None]]:
+    """Returns random tokens for the embedding, nothing for ``between`` chunks, and random labels for the output."""
     shape = args.micro_batch_size, args.seq_length // args.context_parallel_size
     numbers = torch.randint(args.vocab_size or args.padded_vocab_size, shape, device="cuda")
     positions = torch.arange(shape[1], device="cuda").expand(shape)
-    nothing = dict.fromkeys(("input_ids", "position_ids", "labels"))
+    nothing: dict[str, Tensor | None] = dict.fromkeys(("input_ids", "position_ids", "labels"))
     counts = torch.ones(shape, device="cuda")
-    return [nothing | {"input_ids": numbers, "position_ids": positions}, nothing, {"labels": numbers, "mask": counts}]
+    last: dict[str, Tensor | None] = {"labels": numbers, "mask": counts}
+    return [nothing | {"input_ids": numbers, "position_ids": positions}, *[nothing] * between, last]
 
 
 def _forward_step(batch: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -276,8 +297,3 @@ def _differences(moments: Sequence[Any]) -> list[float]:
         return [after - before for before, after in pairwise(moments)]
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(moments)]
-
-
-def has_te() -> bool:
-    """Whether Transformer Engine is installed, which Megatron assumes by default."""
-    return te_fault() is None

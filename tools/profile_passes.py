@@ -6,8 +6,9 @@
 
 Takes Megatron's own flags, those of a training job as it is. No pipeline is started: one chunk of decoder layers runs
 alone, and the embedding, and the output layer with the loss, all as in training. In the file all decoder layers of the
-model are one stage, each as long as those of the chunk. Under tensor or context parallelism start it with torchrun,
-with as many processes as those ask for. Without a GPU it measures the CPU.
+model are one stage, each as long as those of the chunk. Of a hybrid model there is a chunk for each kind of layer, and
+in the file a stage for each run of layers of one kind. Under tensor or context parallelism start it with torchrun, with
+as many processes as those ask for. Without a GPU it measures the CPU.
 """
 
 from __future__ import annotations
@@ -23,29 +24,28 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
-
-from msgspec.structs import astuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.layer_pattern import model_layers
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.flags.arguments import model_facts
 from megatron.schedules.integration.flags.declared import add_arguments
-from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.integration.gpu_libraries import te_fault
+from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
-from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
+from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.utils.errors import PlanError, one_line
 from megatron.schedules.utils.output_files import objection, write_text
 from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
 
-_WARM_UP = 3
 # Megatron's flags that have no place where there is no pipeline, by how many values follow them.
 _LEFT_OUT = {
     "--pipeline-model-parallel-layout": 1,
@@ -68,34 +68,49 @@ class Planned(NamedTuple):
 
     Args:
         own: our flags, and those of Megatron's that are looked at here.
-        layers: of the chunk.
+        chunks: number of layers in the chunk of each kind of layer: symbols of a hybrid model, or ``GPT``.
         flags: Megatron's, for a model of these layers and no pipeline.
+        letters: the kind of each decoder layer of the whole model, in order.
     """
 
     own: argparse.Namespace
-    layers: int
+    chunks: dict[str, int]
     flags: list[str]
+    letters: tuple[str, ...]
+
+    @property
+    def patterns(self) -> list[str]:
+        """Symbols of the layers of each chunk of a hybrid model; none for a GPT."""
+        return [] if GPT in self.chunks else [kind * count for kind, count in self.chunks.items()]
 
 
 def parse(argv: Sequence[str], processes: int) -> Planned:
     """Parses ``argv``, to be measured by so many processes; exits with status 2 and one line where it cannot."""
-    parser = _parser()
+    hybrid = any(word.partition("=")[0] in _HYBRID for word in argv)
+    parser = _parser(hybrid)
     own, others = parser.parse_known_args(argv)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    for name in ("profile_repetitions", *_NEEDED, *sizes):
+    needed = _NEEDED[hybrid:]
+    for name in ("profile_repetitions", *needed, *sizes):
         if getattr(own, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
     try:
         check_bounds(own)
     except PlanError as error:
         parser.error(str(error))
-    if any(word.partition("=")[0] in _HYBRID for word in others):
-        parser.error(f"{_HYBRID[0]}: this measures a GPT's layers; measure a hybrid job with --pipeline-measure DIR")
-    layers = own.profile_layers
-    if layers is None:
-        layers = max(1, round(own.num_layers / (2 * own.pipeline_model_parallel_size)))
-    if layers < 1:
-        parser.error(f"--profile-layers must be at least 1, not {layers}")
+    if own.profile_layers is not None and own.profile_layers < 1:
+        parser.error(f"--profile-layers must be at least 1, not {own.profile_layers}")
+    letters, ahead = (GPT,) * own.num_layers if not hybrid else (), own.mtp_num_layers
+    if hybrid:
+        own.num_experts = any(word.partition("=")[0] == "--num-experts" for word in others)
+        try:
+            letters, of_prediction = model_layers(own)
+        except ValueError as error:
+            parser.error(str(error))
+        ahead = ahead or len(of_prediction)
+    if ahead:
+        parser.error("multi-token prediction is not measured here: leave it out, or measure a job (--pipeline-measure)")
+    in_chunk = {kind: own.profile_layers or _in_chunk(letters.count(kind), own) for kind in dict.fromkeys(letters)}
     parallel = own.tensor_model_parallel_size * own.context_parallel_size
     if parallel != processes:
         how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
@@ -106,26 +121,37 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     if why := objection(own.output):
         parser.error(f"--output {own.output} cannot be written: {why}")
     shape = [str(word) for name in _NEEDED[1:] for word in (f"--{name.replace('_', '-')}", getattr(own, name))]
-    shape += ["--num-layers", str(layers), "--tensor-model-parallel-size", str(own.tensor_model_parallel_size)]
+    shape += ["--hybrid-layer-pattern", "".join(in_chunk)] if hybrid else ["--num-layers", str(in_chunk[GPT])]
+    shape += ["--tensor-model-parallel-size", str(own.tensor_model_parallel_size)]
     shape += ["--context-parallel-size", str(own.context_parallel_size)]
     if "--max-position-embeddings" not in others:
         shape += ["--max-position-embeddings", str(own.seq_length)]
-    return Planned(own, layers, shape + _for_one_device(others))
+    return Planned(own, in_chunk, shape + _for_one_device(others), letters)
 
 
+GPT = "GPT"
 _HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 
-def _parser() -> Parser:
+def _in_chunk(layers: int, own: argparse.Namespace) -> int:
+    """Returns the layers of a chunk of one kind, of which the model has so many, with two chunks a rank."""
+    return max(1, round(layers / (2 * own.pipeline_model_parallel_size)))
+
+
+def _parser(hybrid: bool) -> Parser:
     usage = "%(prog)s --output FILE [flags below] [any of Megatron's flags]"
     parser = Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
-    add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
+    add("--profile-layers", type=int, metavar="L", help="layers of a chunk; default: those of one of two a rank")
     add("--profile-repetitions", type=int, default=20, metavar="N", help="times each pass is timed; default: 20")
     for name in _NEEDED:
-        add(f"--{name.replace('_', '-')}", type=int, required=True, help="Megatron's")
+        required = not (hybrid and name == "num_layers")  # the pattern says how many
+        add(f"--{name.replace('_', '-')}", type=int, required=required, help="Megatron's")
+    for flag in _HYBRID:
+        add(flag, help="Megatron's")
+    add("--mtp-num-layers", type=int, default=0, help="Megatron's")
     for name in ("pipeline", "tensor"):
         add(f"--{name}-model-parallel-size", type=int, default=1, help="Megatron's")
     add("--context-parallel-size", type=int, default=1, help="Megatron's")
@@ -151,37 +177,8 @@ class RefusedError(Exception):
     """Megatron refuses its flags; the message is one line."""
 
 
-def _stage(times: Mapping[Kind, Sequence[float]], held: float, weights: float) -> StageProfile:
-    """Returns a stage without decoder layers from seconds by kind, bytes from F to I, and bytes from I to W."""
-    sizes = dict.fromkeys(SEEN_BY, 0.0) | {Share.WEIGHTS: weights}
-    return StageProfile(
-        0, {kind: Measured.of([1e3 * each for each in every]) for kind, every in times.items()}, held=held, sizes=sizes
-    )
-
-
-def _whole_model(chunk: StageProfile, chunk_layers: int, layers: int, layer_inputs: float) -> StageProfile:
-    """Returns a stage of ``layers`` decoder layers, each as those of ``chunk``.
-
-    Args:
-        chunk: with R of all its layers.
-        chunk_layers: its number of layers.
-        layers: those of the model.
-        layer_inputs: bytes that stay of the chunk where its layers are recomputed.
-    """
-    scale = layers / chunk_layers
-    sizes = {**chunk.sizes, Share.RECOMPUTED: max(0.0, chunk.held - layer_inputs)}
-    return replace(
-        chunk,
-        layers=layers,
-        times={kind: Measured(*(scale * each for each in astuple(time))) for kind, time in chunk.times.items()},
-        held=scale * chunk.held,
-        sizes={share: scale * size for share, size in sizes.items()},
-        recomputed=1.0,
-    )
-
-
 def profile(asked: Planned, say: Callable[[str, bool], None]) -> JobProfile:
-    """Measures and returns the profile of a pipeline of one rank, with all decoder layers in the stage in the middle.
+    """Measures and returns the profile of a pipeline of one rank, with all decoder layers between its two ends.
 
     Needs torchrun's environment; ``say`` prints progress.
     """
@@ -190,44 +187,40 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> JobProfile:
         import torch
 
         from tools import _pass_times as times
+        from tools import _stage_profiles as profiles
         from tools._copy_rates import copy_rates
-    say(f"building {asked.layers} layers of {asked.own.num_layers}, the embedding and the output layer", False)
-    kernels = times.ON_CPU_FLAGS if times.ON_CPU else [] if times.has_te() else times.LOCAL_FLAGS
+    fault = te_fault()
+    if asked.patterns and fault is not None:
+        raise RefusedError(f"{_HYBRID[0]}: a hybrid model has Transformer Engine's layers, and here {fault}")
+    counts, layers = asked.chunks, len(asked.letters)
+    say(f"building {sum(counts.values())} layers of {layers}, the embedding and the output layer", False)
+    local = not asked.patterns and (times.ON_CPU or fault is not None)
+    kernels = [*(times.LOCAL_FLAGS if local else []), *(times.WITHOUT_GPU_FLAGS if times.ON_CPU else [])]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
-            model = times.build([*kernels, *asked.flags])
+            model = times.build([*kernels, *asked.flags], asked.patterns)
         except (AssertionError, ValueError) as error:  # how Megatron refuses flags that do not go together
             asserted = f"Megatron refuses these flags: {traceback.extract_tb(error.__traceback__)[-1].line}"
             raise RefusedError(next(iter(str(error).splitlines()), asserted)) from error
-    args, repetitions = model.args, asked.own.profile_repetitions
-    stages = []
-    for name, stage in (("embedding", times.EMBEDDING), ("chunk", times.LAYERS), ("output layer", times.OUTPUT)):
-        held, passes, wholes = times.held(model, stage), times.time_passes(model, stage), []
-        if stage == times.LAYERS:
-            whole = times.time_passes(model, stage, split=False)
-            wholes = [next(whole).backward for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-        found = []
-        for repetition in range(1, _WARM_UP + repetitions + 1):
-            found.append(next(passes))
-            done = repetition - _WARM_UP
-            say(f"{name}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
-        seconds = dict(zip((Kind.F, Kind.I, Kind.W), zip(*found[_WARM_UP:], strict=True), strict=True))
-        stages.append(_stage(seconds | ({Kind.B: wholes} if wholes else {}), held.after_forward, held.after_input_grad))
-    forwards = times.time_recompute(model, times.LAYERS)
-    recomputed = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    again = Measured.of([1e3 * each.seconds for each in recomputed])
-    chunk = replace(stages[1], times={**stages[1].times, Kind.R: again})
-    stages[1] = _whole_model(chunk, asked.layers, asked.own.num_layers, recomputed[0].input_bytes)
+    names = ["embedding", *(f"chunk{'' if kind == GPT else f' of {kind}'}" for kind in counts), "output layer"]
+    repetitions = asked.own.profile_repetitions
+    first, *chunks, last = (profiles.timed(model, stage, name, repetitions, say) for stage, name in enumerate(names))
+    of_kind = {
+        kind: profiles.with_recompute(model, stage, chunk, repetitions)
+        for stage, (kind, chunk) in enumerate(zip(counts, chunks, strict=True), 1)
+    }
+    runs = [(kind, len(list(run))) for kind, run in groupby(asked.letters)]
+    stages = [first, *(profiles.of_layers(of_kind[kind], counts[kind], length) for kind, length in runs), last]
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
     device = f"a CPU ({platform.machine()}, {os.cpu_count()} cores)" if times.ON_CPU else torch.cuda.get_device_name()
-    facts = model_facts(args)._replace(device=device, layers=asked.own.num_layers)
+    facts = model_facts(model.args)._replace(device=device, layers=layers)
     return JobProfile(
         facts,
         "no pipeline",
-        Placement("interleaved", (0, 0, 0)),
+        Placement("interleaved", (0,) * len(stages)),
         microbatches=1,
-        iterations=(_WARM_UP + 1, _WARM_UP + repetitions),
+        iterations=(profiles.WARM_UP + 1, profiles.WARM_UP + repetitions),
         replicas=facts.tensor_parallel * facts.context_parallel,
         stages=tuple(stages),
         copy_gbps=rates,
@@ -280,24 +273,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             why = one_line(f"--output: cannot write {asked.own.output}: {error.strerror}")
             print(f"profile_passes.py: error: {why}", file=sys.stderr)
             return 2
-        print(_summary(printable(str(asked.own.output)), measured))
+        runs = [kind for kind, _ in groupby(asked.letters)]
+        print(_summary(printable(str(asked.own.output)), measured, runs))
     return 0
 
 
-def _summary(file: str, measured: JobProfile) -> str:
-    layers, rates = measured.stages[1], measured.copy_gbps
+def _summary(file: str, measured: JobProfile, kinds: Sequence[str]) -> str:
+    """Returns what was measured, with a line or two for each kind of layer.
+
+    Args:
+        file: name of the written file.
+        measured: has a stage for each run of layers of one kind, between the embedding and the output layer.
+        kinds: of these runs.
+    """
+    rates = measured.copy_gbps
     assert rates is not None
-    forward, input_grad, weight_grad, again = (
-        f"{layers.median(kind) / layers.layers:.3g}" for kind in (Kind.F, Kind.I, Kind.W, Kind.R)
-    )
-    sizes = layers.held, layers.sizes[Share.WEIGHTS], layers.held - layers.sizes[Share.RECOMPUTED]
-    held, weights, left = (f"{size / layers.layers / 2**20:.1f} MiB" for size in sizes)
-    return (
-        f"{file}: a layer takes F, I, W {forward}, {input_grad}, {weight_grad} ms on {measured.facts.device}; a "
-        f"microbatch\nholds {held} from F to I, {weights} from I to W\n"
-        f"recomputed, its forward takes {again} ms and keeps {left}\n"
-        f"copies: {rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
-    )
+    lines = [f"{file}: measured on {measured.facts.device}"]
+    for kind, layers in dict(zip(kinds, measured.stages[1:-1], strict=True)).items():
+        forward, input_grad, weight_grad, again = (
+            f"{layers.median(each) / layers.layers:.3g}" for each in (Kind.F, Kind.I, Kind.W, Kind.R)
+        )
+        sizes = layers.held, layers.sizes[Share.WEIGHTS], layers.held - layers.sizes[Share.RECOMPUTED]
+        held, weights, left = (f"{size / layers.layers / 2**20:.1f} MiB" for size in sizes)
+        lines += [
+            f"a layer{'' if kind == GPT else f' {kind}'} takes F, I, W {forward}, {input_grad}, {weight_grad} ms; a "
+            f"microbatch holds {held} from F to I, {weights} from I to W",
+            f"recomputed, its forward takes {again} ms and keeps {left}",
+        ]
+    copies = f"{rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
+    return "\n".join([*lines, f"copies: {copies}"])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ _LAYERS = {
 }
 
 
+# Only fused attention, which takes fewer bits, is spread over context-parallel ranks and keeps packed samples apart.
+_FUSED = {"--context-parallel-size", "--dataloader-inter-document-masking", "--sft"}
+
+
 class HybridModels:
     """A server whose jobs train hybrid models of Transformer Engine's layers, which a GPT's flags describe.
 
@@ -51,8 +55,8 @@ def hybrid_flags(flags: Sequence[str]) -> list[str]:
             rest.append(word)
     blocks = _blocks(found, rest)
     ahead = ["/" + blocks[-1]] * int(found.get("--mtp-num-layers", 0))
-    if "--context-parallel-size" in rest and not {"--bf16", "--fp16"} & set(rest):
-        rest.append("--bf16")  # only fused attention is spread over context-parallel ranks
+    if _FUSED & set(rest) and not {"--bf16", "--fp16"} & set(rest):
+        rest.append("--bf16")
     # Transformer Engine's Python over plain torch accumulates into main gradients in bf16 alone.
     fused = [] if "--bf16" in rest else ["--no-gradient-accumulation-fusion"]
     return [*rest, *fused, "--hybrid-layer-pattern", _placed(blocks, found, rest) + "".join(ahead)]

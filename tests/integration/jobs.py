@@ -81,6 +81,7 @@ from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.support import te_nvfp4
 from tests.waiting import HANGS_S
+from tools import profile_passes
 
 quick_start()
 
@@ -236,6 +237,11 @@ def input_difference(stages: Sequence[tuple[set[str], set[str]]]) -> str:
     return stage_inputs.difference([{("decoder", stage): [each]} for stage, each in enumerate(taken)])
 
 
+def profiled(flags: Sequence[str]) -> tuple[int, str]:
+    """How ``tools/profile_passes.py`` ends with ``flags``: exit status and all it printed."""
+    return run_ranks(1, _profiled, list(flags))[0]
+
+
 def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``body(*args)`` returns on each of ``world`` ranks, which have no process groups yet, in rank order."""
     return run_ranks(world, body, *args)
@@ -339,6 +345,13 @@ def _ending(flags: list[str], script: str | None = None) -> tuple[int, str]:
         except SystemExit as leaving:
             return int(leaving.code or 0), printed.getvalue()
     return 0, printed.getvalue()
+
+
+def _profiled(flags: list[str]) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        return profile_passes.main(flags), printed.getvalue()
 
 
 def _wrapped_ending(flags: list[str], wrapper: str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron.schedules.integration.linears.transformer_engine import linears
@@ -31,8 +32,13 @@ class Adapter(torch.nn.Module):
 
 
 def put_in_place() -> None:
-    """Every GPT model built from now on, in this process, trains adapters only."""
-    build = GPTModel.__init__
+    """Every model built from now on, in this process, trains adapters only."""
+    for kind in (GPTModel, HybridModel):
+        _freeze(kind)
+
+
+def _freeze(kind: Any) -> None:
+    build = kind.__init__
 
     def build_frozen(model: Any, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
@@ -43,7 +49,7 @@ def put_in_place() -> None:
                     linear.adapter = Adapter(linear, layer.layer_number)
                     linear.register_forward_hook(_added)
 
-    GPTModel.__init__ = build_frozen
+    kind.__init__ = build_frozen
 
 
 def _added(linear: Any, given: tuple[torch.Tensor, ...], result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

@@ -155,7 +155,26 @@ NIGHT |= {
     "multi-token prediction": Job("v-half", ATTENTION, f"{MODERN} --mtp-num-layers 1"),
     "low-rank adapters": Job("v-half", LAYERS, adapters=True),
     "low-rank adapters in MLPs": Job("zb-1p", MLP, adapters=True),
-    "hybrid model": Job("v-half", LAYERS, f"{MODERN} --hybrid-layer-pattern *-*-*-*-"),
+}
+HYBRID = f"{MODERN} --hybrid-layer-pattern *-*-*-*-"
+HYBRID_MOE = f"{MOE} --hybrid-layer-pattern *E*E*E*E"
+ONE_SIZE = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+IN_HYBRID = {
+    LAYERS: (("v-half",), HYBRID),
+    ATTENTION: (("zb-1p", "v-half"), HYBRID),
+    MLP: (("v-half",), HYBRID),
+    ATTENTION_AND_MLP: (("v-half",), HYBRID),
+    BOTH: (("v-half",), HYBRID_MOE),
+    ROUTER: (("v-half",), HYBRID_MOE),
+    SCORES: (("v-half",), HYBRID_MOE),
+    ATTENTION_AND_SCORES: (("v-half",), HYBRID_MOE),
+    EXPERTS: (("v-half",), f"{HYBRID_MOE} {ONE_SIZE}"),
+}
+"""For what stock captures, the schedules and the flags of the hybrid model of the same layers."""
+NIGHT |= {
+    f"hybrid model, {WHAT[graphs]}, {schedule}": Job(schedule, graphs, flags)
+    for graphs, (schedules, flags) in IN_HYBRID.items()
+    for schedule in schedules
 }
 JOBS = DAY | NIGHT
 ITERATIONS = 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests import tolerances
 from tests.integration.features import each_setting
 from tests.integration.test_same_result import assert_same_losses, differing, under
 
@@ -32,5 +34,8 @@ def test_every_rank_sees_the_bounds_and_results_are_stocks(train, setting, sched
     assert max(map(len, one.shapes[0])) > 3
     assert ours.shapes == stock.shapes == one.shapes * 4
     assert ours.losses == stock.losses and ours.evaluations == stock.evaluations
-    assert_same_losses(ours, one)
+    if all(weight.dtype is torch.float32 for weight in one.weights.values()):
+        assert_same_losses(ours, one)
+    else:
+        assert ours.losses == pytest.approx(one.losses, abs=tolerances.FEWER_BITS)
     assert differing(ours, stock) == []

@@ -200,10 +200,6 @@ REFUSED = {
         "--pipeline-schedule zb-1p --hybrid-layer-pattern M-M-*-M- --pipeline-layers 2,2,2,3",
         "has 8 layers (--hybrid-layer-pattern) and --pipeline-layers 2,2,2,3 has 9",
     ),
-    "a hybrid model with experts on some ranks": (
-        "--pipeline-schedule zb-1p --hybrid-layer-pattern *E|*E|*-|*E --num-experts 4 --moe-aux-loss-coeff 1e-2",
-        "puts no layer with experts (E) on rank 2, and Megatron logs auxiliary losses only if all ranks have experts",
-    ),
     "activation offloading": (
         "--pipeline-schedule v-half --fine-grained-activation-offloading",
         "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",

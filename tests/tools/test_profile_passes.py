@@ -32,10 +32,10 @@ def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> prof
             "--num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size",
         ),
         (SHAPE, "--output"),
-        (
-            ["--output", "x.json", *SHAPE, "--hybrid-layer-pattern", "*-"],
-            "this measures a GPT's layers",
-        ),
+        (["--output", "x.json", *SHAPE, "--hybrid-layer-pattern", "*Z"], "has 'Z', which is no layer"),
+        (["--output", "x.json", *SHAPE, "--hybrid-layer-pattern", "*E"], "has experts (E): give --num-experts"),
+        (["--output", "x.json", *SHAPE, "--hybrid-layer-pattern", "*-/*-"], "multi-token prediction is not measured"),
+        (["--output", "x.json", *SHAPE, "--mtp-num-layers", "1"], "multi-token prediction is not measured here"),
         (["--output", "x.json", *SHAPE, "--profile-layers", "0"], "--profile-layers must be at least 1, not 0"),
         (["--output", "x.json", *SHAPE, "--profile-repetitions", "0"], "--profile-repetitions must be at least 1"),
         (
@@ -65,10 +65,19 @@ def test_bad_requests_are_one_line(capsys, monkeypatch, tmp_path, flags, says):
 
 
 def test_a_chunk_is_by_default_one_of_two_a_rank():
-    assert parse().layers == 6
-    assert parse("--pipeline-model-parallel-size", "2").layers == 3
-    assert parse("--pipeline-model-parallel-size", "64").layers == 1
-    assert parse("--pipeline-model-parallel-size", "2", "--profile-layers", "5").layers == 5
+    assert parse().chunks == {"GPT": 6}
+    assert parse("--pipeline-model-parallel-size", "2").chunks == {"GPT": 3}
+    assert parse("--pipeline-model-parallel-size", "64").chunks == {"GPT": 1}
+    assert parse("--pipeline-model-parallel-size", "2", "--profile-layers", "5").chunks == {"GPT": 5}
+
+
+def test_a_hybrid_model_has_a_chunk_of_each_kind_of_layer():
+    asked = parse("--hybrid-layer-pattern=M-M-|*EM-*E", "--num-experts", "4", "--pipeline-model-parallel-size", "1")
+    assert asked.chunks == {"M": 2, "-": 2, "*": 1, "E": 1} and asked.patterns == ["MM", "--", "*", "E"]
+    assert "".join(asked.letters) == "M-M-*EM-*E"
+    at = asked.flags.index("--hybrid-layer-pattern")
+    assert asked.flags[at + 1] == "M-*E" and "--num-layers" not in asked.flags
+    assert asked.flags[-2:] == ["--num-experts", "4"]
 
 
 def test_what_only_a_pipeline_needs_is_not_for_megatron():
@@ -81,7 +90,7 @@ def test_what_only_a_pipeline_needs_is_not_for_megatron():
 
 
 def test_several_processes_share_a_tensor_parallel_model():
-    assert parse("--tensor-model-parallel-size", "2", "--context-parallel-size", "2", processes=4).layers == 6
+    assert parse("--tensor-model-parallel-size", "2", "--context-parallel-size", "2", processes=4).chunks == {"GPT": 6}
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -131,3 +140,12 @@ def test_flags_that_megatron_refuses_are_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "profile_passes.py: error: unrecognized arguments: --no-such-flag"
     assert "usage" not in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_hybrid_model_without_the_library_of_its_layers_is_one_line(tmp_path):
+    """Its layers are Transformer Engine's."""
+    done = run("--output", str(tmp_path / "x.json"), *SHAPE, "--hybrid-layer-pattern", "*-")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("profile_passes.py: error: --hybrid-layer-pattern: a hybrid model")
+    assert list(tmp_path.iterdir()) == []

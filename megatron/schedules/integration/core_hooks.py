@@ -25,6 +25,11 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segm
 from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from megatron.core.utils import is_te_min_version
+
+try:
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+except ImportError:  # some versions have no such class
+    MoEMetricsTracker = None
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
@@ -175,6 +180,13 @@ def _convert_schedule_table_to_order(
     return one_by_one(chunks, len(table) // chunks)
 
 
+def _ensure_initialized(
+    stock: Stock, session: Session, tracker: Any, name: str, num_layers: int, *args: Any, **kwargs: Any
+) -> None:
+    # Ranks with experts have a value for each layer of the model, and all ranks add them up.
+    stock(tracker, name, max(num_layers, session.layers), *args, **kwargs)
+
+
 _WAITS = "stock waits for each message of experts as soon as it has started: weight gradients can run behind it"
 _CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
 
@@ -246,6 +258,15 @@ CORE_HOOKS: tuple[Hook, ...] = (
         checkpoints.for_two_copies(checkpoints.own_tensors),
     ),
 )
+if MoEMetricsTracker is not None:  # otherwise such models are refused
+    CORE_HOOKS += (
+        Hook(
+            MoEMetricsTracker,
+            "ensure_initialized",
+            "on ranks of a hybrid model without experts stock has too few values to add to those of other ranks",
+            _ensure_initialized,
+        ),
+    )
 if all(hasattr(cuda_graphs, name) for name in GRAPHS_OF_STOCK):  # otherwise such graphs are refused
     CORE_HOOKS += (
         Hook(

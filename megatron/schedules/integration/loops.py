@@ -157,6 +157,7 @@ def _begun(
 ) -> RunningJob:
     """Begins a job's training: its schedule function, its log and replanning. Collective over all ranks."""
     spec, settings = job.spec, job.spec.settings
+    session.layers = (spec.layers.count or 0) + spec.layers.ahead
     off = [f"pipeline schedule: {sentence}" for sentence in switched_off(spec, planner.first)]
     if dist.get_rank() == 0:  # it plans schedules by name, to compare with
         print_rank_0("\n".join([summary(job), libraries_line(), *off]))

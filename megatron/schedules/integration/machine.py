@@ -39,7 +39,19 @@ def machine_of(spec: JobSpec) -> Machine:
         not needs_engine or not te_missing(),
         (graphs_fault() or "") if spec.stock.cuda_graphs == GRAPHS else "",
         _gpu(spec),
+        _logs_unequal(),
     )
+
+
+def _logs_unequal() -> bool:
+    """Whether this Megatron has what is mended for ranks without experts; True before it is imported."""
+    try:
+        after_megatron("megatron.core.transformer.moe.moe_logging")
+    except TooEarlyError:
+        return True
+    except ImportError:
+        return False
+    return True
 
 
 def _gpu(spec: JobSpec) -> str:

@@ -62,6 +62,7 @@ class Session:
         self.job: RunningJob | None = None
         self.args: Any = None
         self.hybrid_layers: tuple[int, ...] | None = None  # of each stage of a hybrid model
+        self.layers = 0  # of the model in training, with those of multi-token prediction
         self.late_checks = LateChecks()
         self.expert_messages = ExpertMessages()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets

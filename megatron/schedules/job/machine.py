@@ -17,6 +17,7 @@ class Machine:
         has_engine: whether Transformer Engine works there at all.
         graphs_fault: why the installed libraries cannot capture layers as CUDA graphs; empty if they can.
         gpu: name of the device; empty if unknown.
+        logs_unequal: whether Megatron logs auxiliary losses of a hybrid model if not all ranks have experts.
     """
 
     device: float | None = None
@@ -26,6 +27,7 @@ class Machine:
     has_engine: bool = True
     graphs_fault: str = ""
     gpu: str = ""
+    logs_unequal: bool = True
 
 
 ANY = Machine()

@@ -288,7 +288,7 @@ def _accepted(job: JobPlan, machine: Machine) -> JobPlan:
     _check_host(job, machine)
     spec = job.spec
     why = refusal(spec, job.schedule, machine) if spec.by_megatron else ""
-    if not why and spec.layers.pattern is not None:
+    if not why and not machine.logs_unequal:
         why = unlogged(spec, job.schedule.placement, job.layers)
     if why:
         raise PlanError(f"{spec.flags['schedule']} {spec.settings.schedule.name} {why}")

@@ -27,7 +27,7 @@ def refusal(spec: JobSpec, schedule: Schedule, machine: Machine = ANY) -> str:
 
 
 def unlogged(spec: JobSpec, placement: Placement, layers: Sequence[int]) -> str:
-    """Reason why Megatron cannot log the auxiliary losses of a hybrid model's experts; empty if it can.
+    """Reason why an older Megatron cannot log the auxiliary losses of a hybrid model's experts; empty if it can.
 
     Args:
         spec: the job.
@@ -42,9 +42,9 @@ def unlogged(spec: JobSpec, placement: Placement, layers: Sequence[int]) -> str:
     if all(having) or not any(having):
         return ""
     return (
-        f"puts no layer with experts (E) on rank {having.index(False)}, and Megatron logs auxiliary losses only if all "
-        "ranks have experts: give each rank some with | in --hybrid-layer-pattern, or leave out --moe-aux-loss-coeff "
-        "and --moe-z-loss-coeff"
+        f"puts no layer with experts (E) on rank {having.index(False)}, and this Megatron logs auxiliary losses only "
+        "if all ranks have experts: give each rank some with | in --hybrid-layer-pattern, or leave out "
+        "--moe-aux-loss-coeff and --moe-z-loss-coeff"
     )
 
 
