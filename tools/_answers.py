@@ -81,7 +81,7 @@ def answered(start: Start, found: Sequence[Found]) -> Answer:
 def _claimed(ours: Estimate) -> tuple[float, Estimate | None]:
     """Returns the least iteration time that is claimed, and stock's setting of the same sizes that limits it."""
     limit, because = ours.seconds, None
-    for setting in _in_place_of(ours.setting):
+    for setting in in_place_of(ours.setting):
         same = None if setting.wrong else whole(setting)
         if same is None or not same.fits or same.bubble >= ours.bubble:
             continue
@@ -91,7 +91,7 @@ def _claimed(ours: Estimate) -> tuple[float, Estimate | None]:
     return limit, because
 
 
-def _in_place_of(setting: Setting) -> Iterator[Setting]:
+def in_place_of(setting: Setting) -> Iterator[Setting]:
     """Yields stock's settings with the same sizes and recompute."""
     for chunks in (1, 2, 4, 8):
         method = ONE_F_ONE_B if chunks == 1 else INTERLEAVED._replace(chunks=chunks)

@@ -18,8 +18,9 @@ from tools._methods import Method
 
 # Part of its layers' activations that the fullest rank holds at least: levelled layers and short pipelines hold less.
 _HELD = 0.9
-# Part of its microbatches whose weight gradients are left to do, of schedules that split backwards.
-_LEFT_TO_W = 0.5
+# Part of the microbatches on the fullest rank whose weight gradients may all be left to do, of schedules that split
+# backwards: what W needs stays, whatever was recomputed.
+_LEFT_TO_W = {"zb-1p": 0.9, "v-zb": 0.8, "v-half": 0.6, "v-min": 0.4}
 
 
 class Bound(NamedTuple):
@@ -129,8 +130,8 @@ class Stages:
         for recompute in recomputes:
             kept = model_memory(build, build.tokens, recompute.kept)
             held = sum(kept.input if recompute.kept.layers is None else layer.kept for layer in kept.layers)
-            if not method.is_stock:
-                held = max(held, _LEFT_TO_W * sum(layer.weights for layer in kept.layers))
+            left = _LEFT_TO_W.get(method.schedule, 0.0)
+            held = max(held, left * sum(layer.weights for layer in kept.layers))
             work = (1 + recomputed_share(recompute.kept, build)) * forward + backward + ends
             works.append((work, held, kept.most_passing, recompute))
         works.sort(key=lambda work: work[0])
