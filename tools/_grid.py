@@ -174,6 +174,7 @@ class Found:
         best: settings that fit, the fastest first.
         tried: number of settings planned.
         gap: part of the best time by which a setting that was not planned might be faster; 0 if the search ended.
+        is_cut: true if settings that may fit were not planned.
         short: if none fits, the setting with the least memory; None if there is no setting.
     """
 
@@ -181,6 +182,7 @@ class Found:
     best: list[Estimate] = field(default_factory=list)
     tried: int = 0
     gap: float = 0.0
+    is_cut: bool = False
     short: Short | None = None
 
 
@@ -288,6 +290,7 @@ class Search:
 
     def _cut(self, bound: float) -> None:
         """Drops what was not planned; ``bound`` is the least of its bounds."""
+        self.found.is_cut = True
         self._queue = [each for each in self._queue if each.quick is not None or each.whole is not None]
         heapq.heapify(self._queue)
         best = self.found.best[0].seconds if self.found.best else self._queue[0].seconds if self._queue else 0.0
@@ -432,15 +435,17 @@ def search_all(
 
 
 def _near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search], at: int) -> list[Sizes] | None:
-    """Returns the fastest sizes of other methods for the same question; None for plans that save memory by themselves.
+    """Returns the fastest sizes of other methods for the same question.
 
-    These also fit where others do not.
+    None if none fits, and for plans that save memory by themselves, which also fit where others do not.
     """
     question, method = tasks[at]
     if method.saves_memory:
         return None
     known = [each for other, state in states.items() if tasks[other][0] is question for each in state.known]
-    return list(dict.fromkeys(_sizes(each.setting) for each in sorted(known, key=lambda each: each.seconds)))[:_NEAR]
+    fastest_first = sorted(known, key=lambda each: each.seconds)
+    sizes = dict.fromkeys(_sizes(each.setting) for each in fastest_first if each.setting.pipeline > 1)
+    return list(sizes)[:_NEAR] or None
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:

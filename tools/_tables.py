@@ -123,7 +123,7 @@ def _rows(answer: Answer) -> list[list[str]]:
     for found in answer.found:
         if not found.best:
             least = f"{found.short.memory / GIB:.1f}" if found.short else ""
-            why = "does not fit" if found.short else "no sizes go with it"
+            why = "none found" if found.is_cut else "does not fit" if found.short else "no sizes go with it"
             rows.append([found.method.name, why, *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
         rows += [_row(answer, found.method.name, each) for each in found.best]
     return rows
@@ -193,6 +193,8 @@ def _why(answer: Answer) -> Iterator[str]:
         name, short = found.method.name, found.short
         if found.best:
             continue
+        if found.is_cut:
+            yield f"{name}: none of the {found.tried} settings with the least bounds fits; others were not planned"
         if short is None:
             yield f"{name}: no parallel sizes go with this model, batch size and number of GPUs"
             continue
