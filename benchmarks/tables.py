@@ -18,9 +18,11 @@ from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
-from tools._grid import FULL, Question, search_all
-from tools._iteration import NONE, Estimate, Setting, estimate
+from tools._grid import search_all
+from tools._iteration import Estimate, estimate
 from tools._methods import ADAPTIVE, METHODS, ONE_F_ONE_B, SAVING, Method
+from tools._question import FULL, Question
+from tools._setting import NONE, Setting
 
 _DEVICE = DEVICES["A100-80GB"]
 # arXiv 2405.15362, section 5: as many GPUs as pipeline ranks.

@@ -13,8 +13,9 @@ from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.parts import Count
-from tools._iteration import Setting, after
+from tools._iteration import after
 from tools._methods import Method
+from tools._setting import Setting
 
 # Part of its layers' activations that the fullest rank holds at least: levelled layers and short pipelines hold less.
 _HELD = 0.9

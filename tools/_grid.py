@@ -10,27 +10,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, usable
-from megatron.schedules.estimate.devices import Device
-from megatron.schedules.estimate.model_build import StockRecompute
-from megatron.schedules.estimate.models import Model
-from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.search.polish import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress, unheard
-from tools._bounds import Promise, Stages
-from tools._iteration import NONE, Estimate, Setting, estimate, least_memory, quick_estimate
+from tools._bounds import Promise
+from tools._iteration import Estimate, estimate, least_memory, quick_estimate
 from tools._methods import Method
+from tools._question import Question
+from tools._setting import Setting
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
-_CONTEXTS = (1, 2, 4, 8, 16)
-# Tokens of a rank under context parallelism: attention was not measured with fewer (docs/accuracy.md).
-_LEAST_TOKENS = 4096
 _MORE_GPUS = 2, 4, 8, 16
 # Settings of each that are planned.
 _TRIED = 3
@@ -44,102 +38,6 @@ _NEAR = 6
 _WITHOUT_PLANS = 0.8
 # Bounds of each method that are kept.
 _KEPT = 400
-FULL = StockRecompute("full", "uniform", 1)
-
-
-@dataclass(frozen=True)
-class Question:
-    """The training run to search settings for.
-
-    Args:
-        model, device: the model and the GPU.
-        gpus: number of GPUs.
-        global_batch: samples of an iteration.
-        correction: correction of the roofline, from a measured profile.
-        own: the user's setting; None without one.
-        lost: Megatron's arguments that our schedules do not work with.
-        recomputes: recompute that is tried; None for all that goes with the model.
-
-    Raises:
-        PlanError: the device cannot compute the model's FP8 or FP4.
-    """
-
-    model: Model
-    device: Device
-    gpus: int
-    global_batch: int
-    correction: PassTimes = ONES
-    own: Setting | None = None
-    lost: frozenset[str] = frozenset()
-    recomputes: tuple[StockRecompute, ...] | None = None
-
-    def __post_init__(self) -> None:
-        quantized, device = self.model.whole.quantized, self.device
-        if quantized is not None and quantized.recipe not in device.recipes:
-            known = ", ".join(device.recipes)
-            raise PlanError(
-                f"{quantized.recipe} does not run on {device.name}, which "
-                + (f"has {known}: give one of them as --fp8-recipe" if known else "has no FP8: leave out --fp8-format"),
-                "model",
-            )
-
-    @property
-    def tried_recomputes(self) -> tuple[StockRecompute, ...]:
-        """Recompute that is tried."""
-        return self.recomputes if self.recomputes is not None else recomputes(self.model, self.own)
-
-    def stages(self, method: Method) -> Iterator[Stages]:
-        """Yields all sizes but those of pipelines, that go with the model."""
-        own = self.own
-        experts = int(self.model.args.num_experts or 1)
-        longer = [context for context in _CONTEXTS[1:] if self.model.sequence // context >= _LEAST_TOKENS]
-        contexts = sorted({1, *longer, own.context if own else 1})
-        for tensor, context in itertools.product(_divisors(self.device.domain), contexts):
-            data, rest = divmod(self.gpus, tensor * context)
-            is_near = self.device.domain % (tensor * context) == 0 or (own is not None and context == own.context)
-            if rest or not is_near:
-                continue
-            # Half the samples on half the ranks are the same computing with fewer messages.
-            samples = _MICRO_BATCHES if context == 1 else _MICRO_BATCHES[:1]
-            for expert, micro_batch in itertools.product(_divisors(experts), samples):
-                sizes = data, tensor, 1, micro_batch, self.global_batch, self.correction, context, expert
-                setting = Setting(method, self.model, self.device, *sizes, lost=self.lost)
-                if not setting.wrong_in_stages:
-                    yield Stages(setting)
-
-    def promises(self, method: Method) -> Iterator[Promise]:
-        """Yields bounds of all settings of ``method``, including those that do not fit. Some cannot run."""
-        own = self.own.method.chunks if self.own is not None else 1
-        for stages in self.stages(method):
-            at = stages.setting
-            pipelines = [
-                pipeline
-                for pipeline in _divisors(at.data)
-                if (pipeline > 1 or method.schedule == "1f1b")
-                and self.global_batch % (at.data // pipeline * at.micro_batch) == 0
-            ]
-            yield from stages.promises(self.tried_recomputes, pipelines, own)
-
-    def settings(self, method: Method) -> Iterator[Setting]:
-        """Yields all settings of ``method``, including those that do not fit."""
-        for promise in self.promises(method):
-            for bound in promise.bounds:
-                setting = promise._replace(bounds=(bound,)).setting
-                if not setting.wrong:
-                    yield setting
-
-
-def recomputes(model: Model, own: Setting | None) -> tuple[StockRecompute, ...]:
-    """Returns no recompute, that of the user's setting, of cheap parts, of whole MLPs too, and of whole layers."""
-    args, build = model.args, model.whole
-    symbols = "".join(build.shape.layers)
-    latent = ["mla_up_proj"] * bool(args.multi_latent_attention)
-    cheap = [*latent, *(["layernorm"] if args.normalization else []), *["moe_act"] * build.has_experts]
-    if build.quantized is not None and build.quantized.recipe == "delayed":
-        cheap = latent  # the others discard what delayed scaling needs
-    inner = [*latent, *["mlp"] * ("-" in symbols), *["moe"] * build.has_experts]
-    found = [NONE, *(StockRecompute("selective", None, None, tuple(each)) for each in (cheap, inner) if each), FULL]
-    return tuple(dict.fromkeys([*found[:1], *([own.recompute] if own else []), *found[1:]]))
 
 
 class Short(NamedTuple):
@@ -451,7 +349,3 @@ def _near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search]
 def fastest(found: Sequence[Found]) -> list[Estimate]:
     """Returns all settings found, the fastest first."""
     return sorted((each for of_method in found for each in of_method.best), key=lambda each: -each.mfu)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.schedules.job.stage_layers import written
-from tools._iteration import Estimate, Setting, memory_limit
+from tools._iteration import Estimate, memory_limit
+from tools._setting import Setting
 
 
 def flags(found: Estimate) -> str:

@@ -18,11 +18,11 @@ from megatron.schedules.estimate.megatron_flags import FLAGS, NAMED_OTHERWISE, a
 from megatron.schedules.estimate.models import Model, find_model
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.utils.errors import PlanError
-from tools._grid import Question
-from tools._iteration import Setting
 from tools._job_specs import GRAPHS
 from tools._methods import INTERLEAVED, ONE_F_ONE_B
 from tools._parsing import Parser
+from tools._question import Question
+from tools._setting import Setting
 
 # Flags of a script that describe its setting, beside those of the model.
 _OWN: dict[str, Any] = {

@@ -13,9 +13,11 @@ from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
-from tools._grid import Question, search
-from tools._iteration import NONE, Setting, estimate
+from tools._grid import search
+from tools._iteration import estimate
 from tools._methods import METHODS
+from tools._question import Question
+from tools._setting import NONE, Setting
 
 H100 = DEVICES["H100-80GB"]
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

@@ -140,8 +140,9 @@ import sys
 from pathlib import Path
 from typing import Any
 from megatron.schedules.estimate.devices import DEVICES
-from tools._iteration import Setting, estimate
+from tools._iteration import estimate
 from tools._methods import METHODS
+from tools._setting import Setting
 from megatron.schedules.estimate.models import Model
 from tools._run_settings import run_setting
 sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"

@@ -10,9 +10,11 @@ from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import Model, gpt
 from tools import _grid
-from tools._grid import FULL, Question, bounds_of, fastest, recomputes, search
-from tools._iteration import NONE, estimate, quick_estimate
+from tools._grid import bounds_of, fastest, search
+from tools._iteration import estimate, quick_estimate
 from tools._methods import INTERLEAVED, METHODS, ONE_F_ONE_B, Method
+from tools._question import FULL, Question, recomputes
+from tools._setting import NONE
 
 SMALL = gpt("small", layers=6, heads=16, hidden=4096, sequence=2048)
 # So little memory that not every setting fits.

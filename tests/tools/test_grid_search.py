@@ -17,9 +17,11 @@ from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import Model
 from tools import _run_settings, grid_search
 from tools._answers import Answer, answered
-from tools._grid import Found, Question
-from tools._iteration import Estimate, Outcome, Setting, estimate
+from tools._grid import Found
+from tools._iteration import Estimate, Outcome, estimate
 from tools._methods import METHODS, SAVING, Method
+from tools._question import Question
+from tools._setting import Setting
 from tools._start import of_model
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]

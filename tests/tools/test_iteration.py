@@ -16,11 +16,8 @@ from megatron.schedules.measure.job_profile import JobProfile, Measured, StagePr
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.schedule.placement import Placement
 from tools._bounds import Promise, Stages
-from tools._grid import FULL
 from tools._iteration import (
-    NONE,
     Estimate,
-    Setting,
     after_the_pipeline,
     estimate,
     memory_limit,
@@ -30,6 +27,8 @@ from tools._iteration import (
 )
 from tools._methods import ADAPTIVE, INTERLEAVED, METHODS, ONE_F_ONE_B, SAVING, Method
 from tools._pasted import flags, overrides
+from tools._question import FULL
+from tools._setting import NONE, Setting
 from tools._start import Given
 
 A100 = DEVICES["A100-80GB"]
