@@ -12,15 +12,17 @@ from pathlib import Path
 from benchmarks.parts import Claim, Part, Row, Say, markdown_table, span, verdict
 from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.estimate.devices import DEVICES, GIB
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
-from tools._grid import Question
-from tools._iteration import Estimate, Setting, estimate
-from tools._methods import ADAPTIVE, METHODS, SAVING, Method
-from tools.grid_search import search_all
+from tools._grid import search_all
+from tools._iteration import Estimate, estimate
+from tools._methods import ADAPTIVE, METHODS, ONE_F_ONE_B, SAVING, Method
+from tools._question import FULL, Question
+from tools._setting import NONE, Setting
 
 _DEVICE = DEVICES["A100-80GB"]
 # arXiv 2405.15362, section 5: as many GPUs as pipeline ranks.
@@ -30,6 +32,8 @@ _SLOWER = 3  # links within a node, by so much, to see what tensor parallelism d
 _OURS = ("V-Min", "V-Half", "V-ZB", "adaptive")
 _SAVING_NAMES = tuple(method.name for method in SAVING)
 _SEARCH_SECONDS = 2.0
+# The paper's, with 1F1B under full recompute.
+_PAPER = (ONE_F_ONE_B, ONE_F_ONE_B._replace(name="1F1B-R"), *METHODS[2:])
 
 
 _LIMITS = {"3/4": 0.75, "5/4": 1.25}  # of 1F1B's activation memory, for the search
@@ -54,30 +58,40 @@ def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[R
         for length in (_LENGTHS[-1:] if quick else _LENGTHS)
     ]
     say(f"grid search: {len(questions)} tables")
-    yield from _searched("grid", questions, [*METHODS, ADAPTIVE, *SAVING])
+    yield from _searched("grid", questions, [*_PAPER, ADAPTIVE, *SAVING])
     if not quick:
         slower = replace(_DEVICE, link=_DEVICE.link / _SLOWER)
         questions = [replace(question, device=slower) for question in questions if question.model.sequence == 3072]
-        yield from _searched("slower links", questions, [*METHODS[:2], *METHODS[4:]])
+        yield from _searched("slower links", questions, [*_PAPER[:2], *_PAPER[4:]])
 
 
 def _searched(kind: str, questions: Sequence[Question], methods: Sequence[Method]) -> Iterator[Row]:
-    for question, found in search_all(questions, [method.name for method in methods], top=1, jobs=2):
-        for each in found:
-            row = {"kind": kind, "sequence_length": question.model.sequence, "method": each.method.name}
-            yield row | (
-                _figures(each.best[0])
-                if each.best
-                else {"mfu": None, "memory_gib": _gib(each.short and each.short.memory)}
-            )
+    tasks = [
+        (replace(question, recomputes=(_recompute(method),)), method) for question in questions for method in methods
+    ]
+    with worker_pool(2) as pool:
+        found = search_all(pool, tasks, top=1, jobs=2)
+    for (question, _), each in zip(tasks, found, strict=True):
+        row = {"kind": kind, "sequence_length": question.model.sequence, "method": each.method.name}
+        yield row | (
+            _figures(each.best[0]) if each.best else {"mfu": None, "memory_gib": _gib(each.short and each.short.memory)}
+        )
+
+
+def _recompute(method: Method) -> StockRecompute:
+    return FULL if method.name == "1F1B-R" else NONE
 
 
 def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterator[Row]:
     settings = [
-        Setting(method, MODELS[name], _DEVICE, 1, 1, gpus, 1, times * gpus, correction)
+        Setting(
+            *(method, MODELS[name], _DEVICE, 1, 1, gpus, 1, times * gpus),
+            correction=correction,
+            recompute=_recompute(method),
+        )
         for name, gpus in (list(_SIZES.items())[:1] if quick else _SIZES.items())
         for times in ((2,) if quick else (2, 4, 8))
-        for method in METHODS
+        for method in _PAPER
     ]
     say(f"equal microbatches: {len(settings)} settings")
     with worker_pool(2) as pool:
@@ -90,7 +104,7 @@ def _estimates(setting: Setting) -> list[Estimate]:
     """Returns the setting's estimates, and around 1F1B those of searches within other memory limits."""
     found = [estimate(setting)]
     for name, part in _LIMITS.items() if setting.method.name == "1F1B" else ():
-        within = Method(f"adaptive {name}", "adaptive", 2, memory_limit=part * found[0].share)
+        within = Method(f"adaptive {name}", "adaptive", 2, memory_limit=part * found[0].outcome.share)
         found.append(estimate(replace(setting, method=within), search_seconds=_SEARCH_SECONDS))
     return found
 
@@ -107,7 +121,7 @@ def _figures(found: Estimate) -> dict[str, object]:
         "bubble": round(found.bubble, 5),
         "memory_gib": _gib(found.memory),
         "activations_gib": _gib(found.activations),
-        "recomputed": round(found.recomputed, 5),
+        "recomputed": round(found.outcome.recomputed, 5),
         "host_gib": _gib(found.host),
         "iteration_seconds": round(found.seconds, 5),
     }

@@ -1,84 +1,43 @@
-"""Searches parallel sizes, microbatch sizes and methods for the fastest setting that fits in memory.
+"""Searches parallel sizes, microbatch sizes, recompute and schedules for the fastest settings that fit in memory.
 
-The search is exhaustive: it tries settings in the order of their lower bounds, and stops when the next bound is above
-the best time found.
+Each method's settings are tried in the order of lower bounds, which arithmetic gives. A plan with few microbatches says
+what a setting takes and whether it fits; the fastest are planned as a whole. The search ends when the next bound is
+above the best times found.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, usable
-from megatron.schedules.estimate.devices import Device
-from megatron.schedules.estimate.models import Model
-from megatron.schedules.estimate.times import ONES, PassTimes
+from megatron.schedules.search.polish import many_plans
 from megatron.schedules.utils.errors import PlanError
-from tools._iteration import (
-    Estimate,
-    Setting,
-    estimate,
-    figures,
-    least_memory,
-    least_seconds,
-    mfu,
-    planned,
-    seconds_of,
-)
+from megatron.schedules.utils.progress import Progress, unheard
+from tools._bounds import Promise
+from tools._iteration import Estimate, estimate, least_memory, quick_estimate
 from tools._methods import Method
+from tools._question import Question
+from tools._setting import Setting
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16
 # Settings of each that are planned.
 _TRIED = 3
 # Search time of each adaptive plan, and of the fastest ones.
-_SEARCH_SECONDS, _FINAL_SECONDS = 0.5, 2.0
-
-
-@dataclass(frozen=True)
-class Question:
-    """The training run to search settings for.
-
-    Args:
-        model, device: the model and the GPU.
-        gpus: number of GPUs.
-        global_batch: samples of an iteration.
-        correction: correction of the roofline, from a measured profile.
-
-    Raises:
-        PlanError: the device cannot compute the model's FP8 or FP4.
-    """
-
-    model: Model
-    device: Device
-    gpus: int
-    global_batch: int
-    correction: PassTimes = ONES
-
-    def __post_init__(self) -> None:
-        quantized, device = self.model.whole.quantized, self.device
-        if quantized is not None and quantized.recipe not in device.recipes:
-            known = ", ".join(device.recipes)
-            raise PlanError(
-                f"{quantized.recipe} does not run on {device.name}, which "
-                + (f"has {known}: give one of them as --fp8-recipe" if known else "has no FP8: leave out --fp8-format"),
-                "model",
-            )
-
-    def settings(self, method: Method) -> Iterator[Setting]:
-        """Yields all settings of ``method``, including those that do not fit."""
-        gpus, rest = divmod(self.gpus, self.model.args.context_parallel_size)
-        for tensor in () if rest else _divisors(gpus):
-            for pipeline in _divisors(gpus // tensor):
-                data = gpus // tensor // pipeline
-                for micro_batch in _MICRO_BATCHES:
-                    sizes = data, tensor, pipeline, micro_batch, self.global_batch
-                    setting = Setting(method, self.model, self.device, *sizes, self.correction)
-                    if pipeline > 1 and not setting.wrong:
-                        yield setting
+_SEARCH_SECONDS, _FINAL_SECONDS = 0.3, 2.0
+# Settings that are planned for each method at most, and of those with a searched order.
+_MOST, _MOST_SEARCHED = 60, 8
+# Sizes that a searched order is planned with.
+_NEAR = 6
+# Progress of a method when its bounds have met the best time, and only whole plans are left.
+_WITHOUT_PLANS = 0.8
+# Bounds of each method that are kept.
+_KEPT = 400
 
 
 class Short(NamedTuple):
@@ -112,87 +71,281 @@ class Found:
         method: the method.
         best: settings that fit, the fastest first.
         tried: number of settings planned.
+        gap: part of the best time by which a setting that was not planned might be faster; 0 if the search ended.
+        is_cut: true if settings that may fit were not planned.
         short: if none fits, the setting with the least memory; None if there is no setting.
     """
 
     method: Method
     best: list[Estimate] = field(default_factory=list)
     tried: int = 0
+    gap: float = 0.0
+    is_cut: bool = False
     short: Short | None = None
+
+
+class _Candidate(NamedTuple):
+    """A setting on its way: bound, quick estimate, estimate.
+
+    Args:
+        seconds: what is known of its iteration time.
+        number: orders candidates of the same time.
+        promise: its bounds, and those with more recompute.
+        quick, whole: its estimates, once they are made.
+    """
+
+    seconds: float
+    number: int
+    promise: Promise
+    quick: Estimate | None = None
+    whole: Estimate | None = None
+
+
+How = Callable[[Setting], Estimate | None]
+"""Estimates a setting; None if it has no plan."""
+
+
+class Search:
+    """The search for one method, a step at a time.
+
+    Args:
+        question, method: what is searched.
+        bounds: bounds of its settings.
+        top: number of settings to find.
+    """
+
+    def __init__(self, question: Question, method: Method, bounds: Bounds, top: int) -> None:
+        self.question, self.found, self._top = question, Found(method), top
+        self._room, self._least = usable(question.device.memory), bounds.least
+        self._numbers, self._queue = itertools.count(), list[_Candidate]()
+        for promise in bounds.fitting:
+            self._push(promise)
+        self._first = self._queue[0].seconds if self._queue else 0.0
+        self._most = _MOST_SEARCHED if method.is_searched else _MOST
+        self._running: dict[Setting, Promise] = {}
+        self.known = list[Estimate]()  # what fits, from quick estimates
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to try."""
+        return not self._running and (not self._queue or len(self.found.best) >= self._top)
+
+    @property
+    def progress(self) -> float:
+        """Part of the way from the first bound to the best time that bounds have come."""
+        if self.is_done:
+            return 1.0
+        known = [each.seconds for each in self._queue if each.quick is not None]
+        best = self.found.best[0].seconds if self.found.best else min(known, default=0.0)
+        if not self._queue or best <= self._first:
+            return 0.0
+        return _WITHOUT_PLANS * min(1.0, (self._queue[0].seconds - self._first) / (best - self._first))
+
+    def step(self) -> tuple[How, Setting] | None:
+        """Returns what to estimate next, and how; None if the results of others have to come first."""
+        while self._queue and len(self.found.best) < self._top:
+            first = self._queue[0]
+            if first.whole is not None:
+                if self._running:
+                    return None  # another one may be faster
+                heapq.heappop(self._queue)
+                self.found.best.append(first.whole)
+            elif first.quick is None and self.found.tried >= self._most:
+                self._cut(first.seconds)
+            else:
+                heapq.heappop(self._queue)
+                setting = first.promise.setting if first.quick is None else first.quick.setting
+                if first.quick is None and setting.wrong:
+                    continue
+                self.found.tried += first.quick is None
+                self._running[setting] = first.promise
+                return quick if first.quick is None else whole, setting
+        return None
+
+    def tell(self, how: How, setting: Setting, result: Estimate | None) -> None:
+        """Takes a result of :meth:`step`."""
+        promise = self._running.pop(setting)
+        if result is not None and result.fits:
+            known = (result, None) if how is quick else (None, result)
+            self.known += [result] if how is quick else []
+            heapq.heappush(self._queue, _Candidate(result.seconds, next(self._numbers), promise, *known))
+            return
+        if promise.others is not None:
+            self._push(promise.others)
+        if result is not None:
+            self._note(result)
+
+    def _push(self, promise: Promise) -> None:
+        if (fitting := promise.within(self._room)) is not None:
+            heapq.heappush(self._queue, _Candidate(fitting.bounds[0].seconds, next(self._numbers), fitting))
+
+    def end(self, *, asks_more: bool = True) -> Found:
+        """Returns the result; if nothing fits and ``asks_more``, with the number of GPUs that do."""
+        found = self.found
+        if not found.best:
+            found.short = self._shortest(asks_more)
+        return found
+
+    def _cut(self, bound: float) -> None:
+        """Drops what was not planned; ``bound`` is the least of its bounds."""
+        self.found.is_cut = True
+        self._queue = [each for each in self._queue if each.quick is not None or each.whole is not None]
+        heapq.heapify(self._queue)
+        best = self.found.best[0].seconds if self.found.best else self._queue[0].seconds if self._queue else 0.0
+        self.found.gap = 1 - bound / best if best > bound else 0.0
+
+    def _note(self, result: Estimate) -> None:
+        short = self.found.short
+        if short is None or result.memory < short.memory:
+            rank = max(range(len(result.ranks)), key=lambda rank: result.ranks[rank].device)
+            self.found.short = Short(result.setting, rank, result.ranks[rank], planned=True)
+
+    def _shortest(self, asks_more: bool) -> Short | None:
+        """Returns the setting with the least memory, and how many more GPUs might make it fit."""
+        short, question, method = self.found.short, self.question, self.found.method
+        if short is None:
+            if self._least is None:
+                return None
+            setting = self._least.setting
+            short = Short(setting, *least_memory(setting), planned=False)
+        for times in _MORE_GPUS if asks_more else ():
+            least = bounds_of(replace(question, gpus=times * question.gpus), method).smallest
+            if any(_fits(setting) for setting in least):
+                return short._replace(gpus=times)
+        return short
+
+
+class Bounds(NamedTuple):
+    """Bounds of a method's settings.
+
+    Args:
+        fitting: those that may fit, with the least bounds.
+        least: the one with the least memory; None without any.
+        smallest: a few settings with least memory that may fit.
+    """
+
+    fitting: tuple[Promise, ...]
+    least: Promise | None
+    smallest: tuple[Setting, ...]
+
+
+Sizes = tuple[int, int, int, int, int]
+"""Tensor, context, expert and pipeline parallel sizes, and samples of a microbatch."""
+
+
+def bounds_of(question: Question, method: Method, near: Collection[Sizes] | None = None) -> Bounds:
+    """Returns bounds of the settings of ``method``, or of those with sizes in ``near``."""
+    room, every = usable(question.device.memory), list(question.promises(method))
+    every = every if near is None else [each for each in every if _sizes(each.setting) in near]
+    fitting = [each for promise in every if (each := promise.within(room)) is not None]
+    smallest = heapq.nsmallest(_TRIED, fitting, key=lambda each: each.least_bytes)
+    return Bounds(
+        tuple(heapq.nsmallest(_KEPT, fitting, key=lambda each: each.bounds[0].seconds)),
+        _with_least(min(every, key=lambda each: each.least_bytes, default=None)),
+        tuple(each.setting for promise in smallest if (each := _with_least(promise)) is not None),
+    )
+
+
+def _sizes(setting: Setting) -> Sizes:
+    return setting.tensor, setting.context, setting.expert, setting.pipeline, setting.micro_batch
+
+
+def _with_least(promise: Promise | None) -> Promise | None:
+    return promise and promise._replace(bounds=(min(promise.bounds, key=lambda bound: bound.bytes),))
+
+
+def quick(setting: Setting) -> Estimate | None:
+    """Estimates a setting by plans with few microbatches; None if it has no plan."""
+    with many_plans(math.inf):  # compiled code pays off for many settings
+        return _estimated(quick_estimate, setting, _SEARCH_SECONDS)
+
+
+def whole(setting: Setting) -> Estimate | None:
+    """Estimates a setting by its plan; None if it has none."""
+    with many_plans(math.inf):
+        return _estimated(estimate, setting, _FINAL_SECONDS)
+
+
+def _estimated(how: Callable[[Setting, float], Estimate], setting: Setting, seconds: float) -> Estimate | None:
+    try:
+        # A copy, without what was computed for it: it travels between processes.
+        return replace(how(setting, seconds), setting=replace(setting))
+    except PlanError:  # too little memory for any plan, or too few microbatches for this schedule
+        return None
+
+
+def _fits(setting: Setting) -> bool:
+    found = None if setting.wrong else quick(setting)
+    return found is not None and found.fits
 
 
 def search(question: Question, method: Method, top: int = 1) -> Found:
     """Finds the ``top`` fastest settings of ``method`` that fit in the device's memory."""
-    found = Found(method)
-    for least, setting in _by_promise(question, method):
-        if len(found.best) >= top and mfu(setting, least) <= found.best[-1].mfu:
-            break
-        try:
-            job = planned(setting, search_seconds=_SEARCH_SECONDS)
-        except PlanError:  # too little memory for any plan, or too few microbatches for this schedule
-            continue
-        found.tried += 1
-        if len(found.best) >= top and mfu(setting, seconds_of(setting, job)) <= found.best[-1].mfu:
-            continue  # whether it fits does not matter
-        result = figures(setting, job)
-        if result.fits:
-            found.best = sorted([*found.best, result], key=lambda each: -each.mfu)[:top]
-        elif not found.best and (found.short is None or result.memory < found.short.memory):
-            rank = max(range(len(result.ranks)), key=lambda rank: result.ranks[rank].device)
-            found.short = Short(setting, rank, result.ranks[rank], planned=True)
-    if not found.best:
-        found.short = _short(question, found)
-    if method.schedule == "adaptive":
-        found.best = sorted(map(_longer, found.best), key=lambda each: -each.mfu)
-    return found
+    state = Search(question, method, bounds_of(question, method), top)
+    while (job := state.step()) is not None:
+        how, setting = job
+        state.tell(how, setting, how(setting))
+    return state.end()
 
 
-def _longer(found: Estimate) -> Estimate:
-    """Plans ``found`` again with a longer search, if that can improve it."""
-    longer = estimate(found.setting, search_seconds=_FINAL_SECONDS)
-    return longer if longer.fits and longer.mfu > found.mfu else found
+def search_all(
+    pool: Executor, tasks: Sequence[tuple[Question, Method]], top: int, jobs: int, progress: Progress = unheard
+) -> list[Found]:
+    """Searches each method for its question with ``jobs`` processes of ``pool``; see :func:`search`.
+
+    Plans that are searched take long. They are made at the end, with the sizes that are fastest with other schedules.
+
+    Args:
+        pool: where bounds and plans are made.
+        tasks: questions and methods.
+        top: number of settings of each.
+        jobs: plans that are made at the same time.
+        progress: is told what part of the way the bounds have come to the best times.
+    """
+    states: dict[int, Search] = {}
+    named = {at for at, (_, method) in enumerate(tasks) if not method.is_searched}
+    first = named or set(range(len(tasks)))
+    running: dict[Future[Any], tuple[int, How | None, Setting | None]] = {
+        pool.submit(bounds_of, *tasks[at]): (at, None, None) for at in sorted(first)
+    }
+    waiting, told = set(range(len(tasks))) - first, 0.0
+    while running or waiting:
+        for at in sorted(waiting) if not running else ():
+            waiting.remove(at)
+            running[pool.submit(bounds_of, *tasks[at], _near(tasks, states, at))] = at, None, None
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            at, how, setting = running.pop(future)
+            if how is None or setting is None:
+                states[at] = Search(*tasks[at], future.result(), top)
+            else:
+                states[at].tell(how, setting, future.result())
+        for at in sorted(states, key=lambda at: states[at].progress):
+            while len(running) <= jobs and (job := states[at].step()) is not None:
+                how, setting = job
+                running[pool.submit(how, setting)] = at, how, setting
+        done = sum(state.progress for state in states.values()) / len(tasks)
+        progress(max(0.0, done - told))
+        told = max(done, told)
+    progress(1 - told)
+    # It takes seconds to find out how many GPUs a method needs, of which nobody thinks where another one fits.
+    fitting = {id(tasks[at][0]) for at, state in states.items() if state.found.best}
+    return [states[at].end(asks_more=id(question) not in fitting) for at, (question, _) in enumerate(tasks)]
 
 
-def _short(question: Question, found: Found) -> Short | None:
-    """Returns the setting of ``found``'s method with the least memory, and how many more GPUs might make it fit."""
-    short = found.short
-    if short is None:
-        every = [(setting, *least_memory(setting)) for setting in question.settings(found.method)]
-        if not every:
-            return None
-        setting, rank, held = min(every, key=lambda each: each[2].device)
-        short = Short(setting, rank, held, planned=False)
-    room = usable(question.device.memory)
-    for times in _MORE_GPUS:
-        larger = replace(question, gpus=times * question.gpus)
-        if any(_fits(setting) for setting in _least(larger, found.method, room)):
-            return short._replace(gpus=times)
-    return short
+def _near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search], at: int) -> list[Sizes] | None:
+    """Returns the fastest sizes of other methods for the same question.
 
-
-def _least(question: Question, method: Method, room: float) -> list[Setting]:
-    """Returns the settings with least memory, if one microbatch fits ``room`` bytes."""
-    held = ((least_memory(setting)[1].device, setting) for setting in question.settings(method))
-    return [setting for _, setting in sorted((each for each in held if each[0] <= room), key=itemgetter(0))[:_TRIED]]
-
-
-def _fits(setting: Setting) -> bool:
-    try:
-        return estimate(setting, search_seconds=_SEARCH_SECONDS).fits
-    except PlanError:
-        return False
+    None if none fits, and for plans that save memory by themselves, which also fit where others do not.
+    """
+    question, method = tasks[at]
+    if method.saves_memory:
+        return None
+    known = [each for other, state in states.items() if tasks[other][0] is question for each in state.known]
+    fastest_first = sorted(known, key=lambda each: each.seconds)
+    sizes = dict.fromkeys(_sizes(each.setting) for each in fastest_first if each.setting.pipeline > 1)
+    return list(sizes)[:_NEAR] or None
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:
     """Returns all settings found, the fastest first."""
     return sorted((each for of_method in found for each in of_method.best), key=lambda each: -each.mfu)
-
-
-def _by_promise(question: Question, method: Method) -> list[tuple[float, Setting]]:
-    """Returns lower bounds and settings that have memory for some schedule, the lowest bound first."""
-    promising = [(least_seconds(setting), setting) for setting in question.settings(method)]
-    return sorted((each for each in promising if each[0] < math.inf), key=lambda each: each[0])
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

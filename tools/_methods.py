@@ -1,4 +1,4 @@
-"""Ways to train that the grid search compares, named as in the paper."""
+"""Ways to train that the grid search compares."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class Method(NamedTuple):
     Args:
         name: name in tables.
         schedule: name of the schedule in this package.
-        chunks: stages of a rank.
-        recompute: true if Megatron recomputes all layers.
+        chunks: stages of a rank; 0 if they are searched.
         memory_limit: for ``adaptive``, a fraction of 1F1B's activation memory; None for all that fits the device.
         shared: true under vocabulary parallelism.
         may_recompute, may_offload: for ``adaptive``, true if the plan may recompute layers, or offload activations.
+        is_stock: true if stock Megatron has this schedule, with its own CUDA graphs and overlap.
     """
 
     name: str
     schedule: str
     chunks: int
-    recompute: bool = False
     memory_limit: float | None = None
     shared: bool = False
     may_recompute: bool = False
     may_offload: bool = False
+    is_stock: bool = False
 
     @property
     def is_searched(self) -> bool:
@@ -38,13 +38,15 @@ class Method(NamedTuple):
         return self.may_recompute or self.may_offload
 
     def sharing(self) -> Method:
-        """Returns the same method with vocabulary parallelism."""
-        return self._replace(name=f"{self.name}, shared", shared=True)
+        """Returns the same method with vocabulary parallelism, which stock does not have."""
+        return self._replace(name=f"{self.name}, shared", shared=True, is_stock=False)
 
 
+ONE_F_ONE_B = Method("1F1B", "1f1b", 1, is_stock=True)
+INTERLEAVED = Method("interleaved", "interleaved-1f1b", 0, is_stock=True)
 METHODS = (
-    Method("1F1B", "1f1b", 1),
-    Method("1F1B-R", "1f1b", 1, recompute=True),
+    ONE_F_ONE_B,
+    INTERLEAVED,
     Method("ZB-1P", "zb-1p", 1),
     Method("V-Min", "v-min", 2),
     Method("V-Half", "v-half", 2),

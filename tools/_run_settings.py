@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.schedules.estimate.models import Model
-from tools._iteration import Setting
+from tools._iteration import Estimate
+from tools._pasted import flags as flags_of
 from tools.collect_sweep import Outcome, read_outcome
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -36,18 +37,19 @@ def model_flags(model: Model) -> str:
     return f"{model.flags} --tokenizer-type NullTokenizer --mock-data"
 
 
-def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ()) -> Outcome:
+def run_setting(found: Estimate, folder: Path, more: Sequence[str] = ()) -> Outcome:
     """Runs a few iterations of ``pretrain_gpt.py``, one process a GPU; returns what their logs report.
 
     Args:
-        setting: what to run.
+        found: what to run.
         folder: for the ranks' logs.
         more: flags beside the model's and the setting's.
     """
+    setting = found.setting
     launch = ["-c", _LAUNCH, str(os.getpid()), "--standalone", f"--nproc-per-node={setting.gpus}"]
     logs = ["--redirects=3", f"--log-dir={folder}"]
     train = f"--train-iters {_ITERATIONS} --lr 1e-5 --eval-iters 0 --eval-interval 1000 --log-interval 1"
-    flags = shlex.split(f"{model_flags(setting.model)} {setting.flags} {train}")
+    flags = shlex.split(f"{model_flags(setting.model)} {flags_of(found)} {train}")
     command = [sys.executable, *launch, *logs, "pretrain_gpt.py", *flags, *more]
     # What Megatron wants of tensor and context parallel communication.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if setting.tensor > 1 else {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import sys
 import warnings
 from argparse import Namespace
@@ -28,7 +27,6 @@ from megatron.schedules.utils.errors import PlanError
 
 # Memory of each GPU by its data sheet, GiB.
 _NAMED = [name for name in NAMES if name not in (AUTO, "adaptive", "file")]
-_NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 
 
 @click.command(help=__doc__)
@@ -116,9 +114,8 @@ def as_json(answers: Iterable[Answer]) -> str:
 def _of_bridge(folder: Path, names: Sequence[str], known: Container[str]) -> Iterator[tuple[str, Namespace, str]]:
     """Yields name, arguments and GPU of each recipe in ``names``; without names, of all new ones with a pipeline."""
     found = bridge.recipes(folder)
-    for name in names or sorted(name for name in found if name not in known and _NAME.search(name)):
-        named = _NAME.search(name)
-        if name not in found or named is None:
+    for name in names or sorted(name for name in found if name not in known and bridge.NAME.search(name)):
+        if name not in found or bridge.NAME.search(name) is None:
             raise PlanError(f"{folder} has no performance recipe {name}")
         try:
             config = bridge.called(found[name])
@@ -128,7 +125,8 @@ def _of_bridge(folder: Path, names: Sequence[str], known: Container[str]) -> Ite
             click.echo(f"left out: Megatron-Bridge cannot make {name}: {error}", err=True)
             continue
         if names or config.model.pipeline_model_parallel_size > 1:
-            yield name, arguments.of_container(config, int(named["gpus"])), named["device"].upper()
+            gpus, device = bridge.gpus_of(name)
+            yield name, arguments.of_container(config, gpus), device
 
 
 if __name__ == "__main__":

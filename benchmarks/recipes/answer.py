@@ -8,49 +8,40 @@ levelled ones, which stock can have too.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from benchmarks.recipes.acceptance import left_out, refused
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.calibration import CALIBRATED
-from megatron.schedules.estimate.device_costs import device_costs
-from megatron.schedules.estimate.devices import GIB, SHORT, Device
+from megatron.schedules.estimate.devices import GIB, SHORT
 from megatron.schedules.estimate.model_build import StockRecompute
-from megatron.schedules.estimate.roofline import Roofline
-from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.arguments import completed, spec_of
 from megatron.schedules.job.checks import validate
 from megatron.schedules.job.machine import Machine
 from megatron.schedules.job.plan_job import JobPlan, plan_job
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
-from megatron.schedules.planner.partition_plans import levelled
-from megatron.schedules.planner.registry import AUTO, placement
-from megatron.schedules.planner.request import Request
-from megatron.schedules.schedule.placement import zigzag
+from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.utils.errors import PlanError
+from tools._job_specs import placed, stock_choice, timed, under, without
 
 # Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
 TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 # Microbatches of each rank with which the rules are asked.
 _MICROBATCHES_A_RANK = 3
-_HIDING = "overlap_moe_expert_parallel_comm"
 # Seconds of each search of ``auto`` on a typical core.
 SEARCH_SECONDS = 0.5
-# Parts of layers that recipes captured before they captured whole iterations.
-_PARTS = frozenset(("attn", "moe_router"))
 # The estimates are not so exact that a gain is claimed where ranks are idle for longer.
 MOST_WITH_A_LARGER_BUBBLE = 0.01
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
-_NO_FIGURES = {
+NO_FIGURES = {
     "enable_hyper_connections": "hyper-connections",
     "peft": "adapters",
 }
-_UNKNOWN = {
-    **_NO_FIGURES,
+UNKNOWN = {
+    **NO_FIGURES,
     "experimental_attention_variant": "the attention, counted as full attention",
     "vision_config": "the vision encoder",
 }
@@ -187,11 +178,11 @@ def answer(
     spec, chunks = _read(args, gib)
     # A plan does not depend on them. Their rules are asked below.
     plain, gpu = replace(spec, stock=StockFlags()), SHORT[device]
-    of_stock = _timed(plain, gpu, stock=True)
+    of_stock = timed(plain, gpu, stock=True)
     stock, is_as_set = _stock(of_stock, chunks)
-    has_figures = not any(getattr(args, argument, None) for argument in _NO_FIGURES)
+    has_figures = not any(getattr(args, argument, None) for argument in NO_FIGURES)
     for each in tried:
-        alike = _planned(_placed(of_stock, ScheduleChoice(each, each)))
+        alike = _planned(placed(of_stock, ScheduleChoice(each, each)))
         if not has_figures or alike.fits(gib * GIB):
             break
     found = Answer(
@@ -203,19 +194,19 @@ def answer(
         stock.request.microbatches,
         _precision(spec, args),
         unknown=(
-            *(said for argument, said in _UNKNOWN.items() if getattr(args, argument, None)),
+            *(said for argument, said in UNKNOWN.items() if getattr(args, argument, None)),
             *([] if is_as_set else ["stock's layers, which do not divide over the recipe's stages"]),
         ),
     )
     if known is None:
-        found = _with_acceptance(found, spec, alike)
+        found = replace(found, **_acceptance(spec, alike))
     else:
         found = replace(found, refused=known.refused, left_out=known.left_out)
     if not has_figures:
         return found
     named = ScheduleChoice(each, each)
-    of_ours = _timed(replace(_without(spec, found.left_out), stock=StockFlags()), gpu)
-    levelled = _planned(_placed(of_stock, _stock_choice(chunks)))
+    of_ours = timed(replace(without(spec, found.left_out), stock=StockFlags()), gpu)
+    levelled = _planned(placed(of_stock, stock_choice(chunks)))
     base = min((stock, levelled), key=lambda job: job.plan.iteration_time)
     found = replace(
         found,
@@ -223,34 +214,18 @@ def answer(
         stock=_figures(stock, base),
         levelled=_figures(levelled, base),
         alike=_figures(alike, base),
-        ours=_figures(_planned(_placed(of_ours, named)), base),
+        ours=_figures(_planned(placed(of_ours, named)), base),
     )
     if seconds and not found.refused:
-        found = replace(found, auto=_figures(_auto(_timed(_without(spec, found.left_out), gpu), seconds), base))
+        found = replace(found, auto=_figures(_auto(timed(without(spec, found.left_out), gpu), seconds), base))
     if not found.recompute:
         return found
-    without = StockRecompute()
+    nothing = StockRecompute()
     return replace(
         found,
-        without=_figures(_stock(replace(of_stock, recompute=without), chunks)[0], base),
-        half=_figures(_planned(_placed(replace(of_ours, recompute=without), ScheduleChoice(HALF, HALF))), base),
+        without=_figures(_stock(replace(of_stock, recompute=nothing), chunks)[0], base),
+        half=_figures(_planned(placed(replace(of_ours, recompute=nothing), ScheduleChoice(HALF, HALF))), base),
     )
-
-
-def _timed(spec: JobSpec, device: Device, *, stock: bool = False) -> JobSpec:
-    """Returns ``spec`` with the device's times; for ``stock``, its own overlap hides experts' messages."""
-    if spec.trained is None:
-        return spec
-    hides = bool(spec.hides_messages)
-    known = replace(CALIBRATED, messages=0.0) if stock and hides else CALIBRATED
-    times = device_costs(
-        spec.trained,
-        Roofline(device, known),
-        spec.sizes.pipeline,
-        gpus=spec.sizes.world,
-        hides=hides and not stock,
-    )
-    return replace(spec, times=times, hides_messages=spec.hides_messages and not stock)
 
 
 def with_acceptance(known: Answer, args: argparse.Namespace) -> Answer:
@@ -266,13 +241,8 @@ def with_acceptance(known: Answer, args: argparse.Namespace) -> Answer:
     Raises:
         PlanError: the arguments cannot be read.
     """
-    spec, _ = _read(args, known.gib)
-    sizes, micro = spec.sizes, spec.batch.micro or 1
-    # The rules read the order of passes, which repeats itself.
-    samples = _MICROBATCHES_A_RANK * sizes.pipeline * micro * (sizes.world // sizes.of_replica)
-    few = replace(spec, batch=replace(spec.batch, whole=samples, steps=None), stock=StockFlags())
     name = TRIED[0] if known.ours is None else known.ours.schedule
-    found = _with_acceptance(known, spec, _planned(_placed(few, ScheduleChoice(name, name))))
+    found = replace(known, **_asked(_read(args, known.gib)[0], name))
     is_stale = found.auto is not None and found.auto.recomputed > 0 and found.left_out != known.left_out
     return replace(found, auto=None) if is_stale else found
 
@@ -288,20 +258,34 @@ def _read(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int]:
     return spec, chunks
 
 
-def _with_acceptance(found: Answer, spec: JobSpec, ours: JobPlan) -> Answer:
+def stock_job(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int, dict[str, str]]:
+    """Returns a recipe's job, its chunks of a rank under stock's schedule, and what our schedules leave out of it.
+
+    Args:
+        args: the recipe's arguments.
+        gib: memory of its GPU.
+
+    Raises:
+        PlanError: the arguments cannot be read, or no schedule of ours works with them.
+    """
+    spec, chunks = _read(args, gib)
+    asked = _asked(spec, TRIED[0])
+    if asked["refused"]:
+        raise PlanError(f"no schedule of ours works with it: {asked['refused']}")
+    return spec, chunks, asked["left_out"]
+
+
+def _asked(spec: JobSpec, name: str) -> dict[str, Any]:
+    """Asks the rules about a recipe under a schedule. They read the order of passes, which repeats itself."""
+    sizes, micro = spec.sizes, spec.batch.micro or 1
+    samples = _MICROBATCHES_A_RANK * sizes.pipeline * micro * (sizes.world // sizes.of_replica)
+    few = replace(spec, batch=replace(spec.batch, whole=samples, steps=None), stock=StockFlags())
+    return _acceptance(spec, _planned(placed(few, ScheduleChoice(name, name))))
+
+
+def _acceptance(spec: JobSpec, ours: JobPlan) -> dict[str, Any]:
     why = refused(spec, ours)
-    return replace(found, refused=why, left_out={} if why else left_out(spec, ours))
-
-
-def _without(spec: JobSpec, arguments: Container[str]) -> JobSpec:
-    """Returns the job without ``arguments``."""
-    given = frozenset(each for each in spec.stock.given if each not in arguments)
-    hides, model = spec.hides_messages and _HIDING not in arguments, spec.model
-    if model is not None and "cuda_graph_impl" in arguments:
-        # Graphs of parts of layers take the place of one of a whole iteration.
-        parts = _PARTS if model.build.captured else None
-        model = replace(model, build=replace(model.build, graphs=parts, captured=False))
-    return replace(spec, stock=replace(spec.stock, given=given), hides_messages=hides, model=model)
+    return {"refused": why, "left_out": {} if why else left_out(spec, ours)}
 
 
 def _chunks(args: Any) -> int | None:
@@ -317,39 +301,18 @@ def _planned(spec: JobSpec) -> JobPlan:
     return plan_job(spec, Machine(None if dry_run is None else dry_run.device_bytes))
 
 
-def _placed(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
-    """Returns ``spec`` under a schedule, with the layers from which a search would start. Searches take minutes."""
-    request = Request(choice.name, spec.sizes.pipeline, 1, chunks=choice.chunks or 2)
-    where = zigzag(request.ranks, request.chunks) if choice.name == AUTO else placement(request)
-    assert where is not None, "the placement is known"
-    parts = None if spec.build is None else loads(spec.build) if spec.times is None else spec.times.model
-    layers = None if parts is None else levelled(parts, where)
-    free = replace(spec, layers=replace(spec.layers, first=None, last=None, layout=None, stand_in=(False, False)))
-    return _under(free, choice, layers=layers, **settings)
-
-
 def _auto(spec: JobSpec, seconds: float) -> JobPlan:
     """Plans ``auto`` on two chunks of each rank, with the layers from which a search would start."""
-    return _planned(_placed(spec, ScheduleChoice(AUTO, AUTO), search_seconds=seconds))
-
-
-def _under(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
-    spec = spec.under(choice.name, **settings)
-    return replace(spec, settings=replace(spec.settings, schedule=choice))
+    return _planned(placed(spec, ScheduleChoice(AUTO, AUTO), search_seconds=seconds))
 
 
 def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
     """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
-    choice = _stock_choice(chunks)
+    choice = stock_choice(chunks)
     try:
-        return _planned(_under(spec, choice)), True
+        return _planned(under(spec, choice)), True
     except PlanError:
-        return _planned(_placed(spec, choice)), False
-
-
-def _stock_choice(chunks: int) -> ScheduleChoice:
-    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    return ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
+        return _planned(placed(spec, choice)), False
 
 
 def _figures(job: JobPlan, stock: JobPlan | None = None) -> Planned:

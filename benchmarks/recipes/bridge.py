@@ -9,6 +9,7 @@ import importlib.machinery
 import json
 import logging
 import pkgutil
+import re
 import sys
 import types
 import warnings
@@ -20,6 +21,8 @@ from megatron.schedules.utils.errors import PlanError
 
 _PACKAGE = "megatron.bridge"
 _RECIPES = f"{_PACKAGE}.perf_recipes"
+# Number and name of the GPUs in a recipe's name.
+NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 # Settings of the models on Hugging Face that recipes name, where they differ from the defaults of transformers.
 MODELS = Path(__file__).with_name("models.json")
 
@@ -53,6 +56,18 @@ def recipes(folder: Path) -> dict[str, Callable[[], Any]]:
         for name, value in sorted(vars(module).items())
         if name.endswith("_config") and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
     }
+
+
+def gpus_of(name: str) -> tuple[int, str]:
+    """Returns the number of GPUs in the name of a recipe, and what they are.
+
+    Raises:
+        PlanError: it names none.
+    """
+    named = NAME.search(name)
+    if named is None:
+        raise PlanError(f"{name} names no GPUs, as in _64gpu_h100_", "recipe")
+    return int(named["gpus"]), named["device"].upper()
 
 
 def called(recipe: Callable[[], Any]) -> Any:

@@ -13,9 +13,11 @@ from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
-from tools._grid import Question, search
-from tools._iteration import Setting, estimate
+from tools._grid import search
+from tools._iteration import estimate
 from tools._methods import METHODS
+from tools._question import Question
+from tools._setting import NONE, Setting
 
 H100 = DEVICES["H100-80GB"]
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
@@ -91,7 +93,7 @@ def test_a_dense_model_sends_none():
 
 
 def setting(method: str, more: str = "") -> Setting:
-    return Setting(NAMED[method], model(8, more), H100, 8, 1, 2, 1, 64)
+    return Setting(NAMED[method], model(8, more), H100, 8, 1, 2, 1, 64, expert=8)
 
 
 def test_only_the_flag_lets_weight_gradients_hide_them():
@@ -101,15 +103,15 @@ def test_only_the_flag_lets_weight_gradients_hide_them():
     forward, input_grad, _ = hides.costs.layers.passes
     assert hides.costs.layers.messages == pytest.approx((shares[0] * forward, shares[1] * input_grad))
     found = estimate(hides)
-    hidden, exposed = found.messages
+    hidden, exposed = found.outcome.messages
     assert hidden > 0 and exposed > 0 and found.seconds < estimate(plain).seconds
-    assert estimate(plain).messages == (0.0, 0.0)
+    assert estimate(plain).outcome.messages == (0.0, 0.0)
     # Without a W of its own a schedule hides none.
-    assert estimate(setting("1F1B", HIDES)).messages[0] == 0
+    assert estimate(setting("1F1B", HIDES)).outcome.messages[0] == 0
     assert estimate(setting("1F1B", HIDES)).seconds == pytest.approx(estimate(setting("1F1B")).seconds)
 
 
 def test_the_grid_search_finds_what_trying_everything_finds():
-    question = Question(model(8, HIDES), H100, 16, 64)
+    question = Question(model(8, HIDES), H100, 16, 64, recomputes=(NONE,))
     tried = [found for each in question.settings(NAMED["V-Half"]) if (found := estimate(each)).fits]
     assert search(question, NAMED["V-Half"]).best[0].seconds == min(found.seconds for found in tried)

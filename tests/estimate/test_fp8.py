@@ -16,7 +16,7 @@ from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import Prices, layer_times, loads
 from megatron.schedules.utils.errors import PlanError
-from tools._grid import Question
+from tools._question import Question
 
 LLAMA = "Llama-3-8B"
 HIDDEN, INNER, KEYS, QUERIES = 4096, 14336, 1024, 4096

@@ -140,8 +140,9 @@ import sys
 from pathlib import Path
 from typing import Any
 from megatron.schedules.estimate.devices import DEVICES
-from tools._iteration import Setting
+from tools._iteration import estimate
 from tools._methods import METHODS
+from tools._setting import Setting
 from megatron.schedules.estimate.models import Model
 from tools._run_settings import run_setting
 sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"
@@ -149,7 +150,7 @@ model = Model("tiny", f"{sizes} --untie-embeddings-and-output-weights")
 cpu = "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --num-workers 0"
 fusions = "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --train-iters 100000"
 setting = Setting(METHODS[4], model, DEVICES["A100-80GB"], 1, 1, 2, 1, 4)
-run_setting(setting, Path(os.environ["ENDLESS_WORK_NOTES"]), [*cpu.split(), *fusions.split()])
+run_setting(estimate(setting), Path(os.environ["ENDLESS_WORK_NOTES"]), [*cpu.split(), *fusions.split()])
 """
 
 

@@ -73,13 +73,13 @@ def optimizer_seconds(model: TrainedModel, roofline: Roofline, most: Count, data
     return roofline.stream(most.all * (numbers.gradient + 2 * numbers.optimizer + numbers.weight) / data, 0)
 
 
-def reduction_seconds(model: TrainedModel, roofline: Roofline, most: Count, data: int, *, same_node: bool) -> float:
+def reduction_seconds(model: TrainedModel, roofline: Roofline, most: Count, *, same_node: bool) -> float:
     """Seconds of the gradients' reduce-scatter and the parameters' all-gather, without overlap.
 
     Args:
-        model, roofline, most, data: as in :func:`optimizer_seconds`.
+        model, roofline, most: as in :func:`optimizer_seconds`; the optimizer is distributed.
         same_node: true if links connect these ranks.
     """
-    if data == 1:
-        return 0.0
-    return roofline.collective((model.numbers.gradient + model.numbers.weight) * most.all, data, same_node=same_node)
+    size = model.numbers.gradient + model.numbers.weight
+    parts = zip((most.dense, most.expert), model.numbers.shared_by, strict=True)
+    return sum(roofline.collective(size * count, ranks, same_node=same_node) for count, ranks in parts)

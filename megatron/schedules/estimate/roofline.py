@@ -58,9 +58,9 @@ class Roofline(Prices):
         """Seconds to read or write ``size`` bytes of memory."""
         return size / (self._known.stream * self._device.memory_bandwidth) + kernels * self._known.launch
 
-    def shared(self, size: float, ranks: int) -> float:
-        """Seconds of a collective among ranks of one node."""
-        return self.collective(size, ranks, same_node=True)
+    def shared(self, size: float, ranks: int, *, same_node: bool = True) -> float:
+        """Seconds of a collective among ranks that are numbered one after another."""
+        return self.collective(size, ranks, same_node=same_node)
 
     def sent(self, size: float, *, same_node: bool) -> float:
         """Seconds of ``size`` bytes of experts' messages within a domain, or beyond it, that nothing hides."""

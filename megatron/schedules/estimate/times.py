@@ -70,8 +70,8 @@ class Prices:
         """Time to read or write ``size`` bytes of memory with ``kernels`` kernels."""
         return 200.0 * size
 
-    def shared(self, size: float, ranks: int) -> float:
-        """Time to gather or reduce ``size`` bytes among tensor-parallel ranks."""
+    def shared(self, size: float, ranks: int, *, same_node: bool = True) -> float:
+        """Time to gather or reduce ``size`` bytes among tensor- or context-parallel ranks."""
         return 0.0
 
     def sent(self, size: float, *, same_node: bool) -> float:
@@ -213,7 +213,21 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     around = _messages(build, work, prices, tokens) + prices.permuted(work.routed * tokens)
     host = prices.host(build) if work.routed else 0.0
     in_w = 0.0 if work.joined else host
-    return PassTimes(forward + around + host, input_grad + around + host, weight_grad + in_w)
+    # I gathers keys and values again, and reduces their gradients.
+    gathered = _keys_and_values(build, prices, tokens) if work.scores[0] else 0.0
+    return PassTimes(forward + around + gathered + host, input_grad + around + 2 * gathered + host, weight_grad + in_w)
+
+
+def _keys_and_values(build: Build, prices: Prices, tokens: float) -> float:
+    """Time in which context-parallel ranks gather keys and values, as if attention hid none of it."""
+    if build.context == 1:
+        return 0.0
+    latent, heads = build.shape.latent, build.shape.heads / build.tensor
+    width: float = 2 * build.groups * build.head
+    if latent is not None:
+        width = heads * (latent.head + latent.position + latent.value)
+    near = prices.domain % (build.tensor * build.context) == 0
+    return prices.shared(build.number * width * tokens * build.context, build.context, same_node=near)
 
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
