@@ -41,8 +41,6 @@ compiling=$!
 
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
-step "mypy" mypy
-step "import-linter" lint-imports
 
 # report <name> <begun> <status>: reports the result in one line.
 report() {
@@ -54,7 +52,19 @@ report() {
   fi
 }
 
+slow_checks() {
+  step "mypy" mypy
+  step "import-linter" lint-imports
+}
+
 tests() { python -m pytest -p no:cacheprovider --durations=10 --durations-min=1 "$@"; }
+
+slow_checks_and_tests() {
+  local failed=()
+  slow_checks
+  tests "$@" || failed+=(pytest)
+  ((${#failed[@]} == 0))
+}
 
 # Two halves run at the same time: jobs of several ranks mostly wait for one another.
 one=(tests -m job) other=(tests -m pure)
@@ -73,16 +83,17 @@ if ((${#one[@]})); then
   others=$(mktemp)
   trap 'rm -f "$others"' EXIT
   trap 'kill 0' INT TERM
-  tests "${other[@]}" >"$others" 2>&1 &
-  echo "== pytest ${one[*]}, at the same time as pytest ${other[*]}"
+  slow_checks_and_tests "${other[@]}" >"$others" 2>&1 &
+  echo "== pytest ${one[*]}, at the same time as mypy, import-linter and pytest ${other[*]}"
   tests "${one[@]}"
   report "pytest ${one[*]}" "$begun" $?
   wait $!
   status=$?
-  echo "== pytest ${other[*]}"
   cat "$others"
-  report "pytest ${other[*]}" "$begun" "$status"
+  report "mypy, import-linter and pytest ${other[*]}" "$begun" "$status"
 else
+  slow_checks
+  begun=$SECONDS
   python -m pytest "$@"
   report pytest "$begun" $?
 fi

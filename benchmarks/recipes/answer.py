@@ -307,7 +307,7 @@ def _auto(spec: JobSpec, seconds: float) -> JobPlan:
 
 
 def _stock(spec: JobSpec, chunks: int) -> tuple[JobPlan, bool]:
-    """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
+    """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`placed`."""
     choice = stock_choice(chunks)
     try:
         return _planned(under(spec, choice)), True

@@ -35,9 +35,9 @@ PADDED = (
     f"{MODERN} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
 )
-DAY = {"v-half": Job(graphs=""), "zb-1p": Job("zb-1p", "")}
+DAY = {"v-half": Job(graphs="")}
 NIGHT = {
-    **{schedule: Job(schedule, "") for schedule in ("1f1b", "1f1b-v", "interleaved-1f1b", "v-zb", "v-min")},
+    **{schedule: Job(schedule, "") for schedule in ("1f1b", "1f1b-v", "interleaved-1f1b", "zb-1p", "v-zb", "v-min")},
     "adaptive": Job("adaptive --pipeline-memory-limit 0.6", ""),
     "auto": Job("auto", ""),
     "vocabulary parallel": Job("v-half --pipeline-vocabulary-parallel", ""),

@@ -87,7 +87,7 @@ class _Saved(dict[str, tuple[Path, Result]]):
         return self[symbols]
 
 
-@pytest.mark.job
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("side", "symbols"),
     noted(

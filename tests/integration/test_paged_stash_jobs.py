@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.integration.results import Graphed
 from tests.integration.server import FUSED_EXPERTS_VARIABLE, Megatron
@@ -52,12 +51,6 @@ def jobs(te: Megatron) -> Iterator[Callable[..., list[Graphed]]]:
         yield run
 
 
-def each(*by_day: str) -> list[ParameterSet]:
-    mark = pytest.mark.feature
-    cases = [(name, [mark("paged stash of fused experts", name)]) for name in SCHEDULES]
-    return [pytest.param(n, marks=m if n in by_day else [*m, pytest.mark.nightly]) for n, m in cases]
-
-
 WHOLE = {
     "bf16": (f"{MOE} {FUSED}", 1, "9.0"),
     "MXFP8": (f"{FP8_EXPERTS} {FUSED} {FP8} mxfp8", 1, "10.0"),
@@ -74,8 +67,9 @@ def test_fused_experts_have_the_gradients_of_whole_backwards(jobs: Any, experts:
     assert unequal(split, whole, 5) == []
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("schedule", each("v-half"))
+@pytest.mark.nightly
+@pytest.mark.feature("paged stash of fused experts")
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stash_is_captured_with_its_iteration(jobs: Any, schedule: str) -> None:
     """In any order of passes, and the stash brings back what it took."""
     plain, graphed = jobs(schedule, STASHED), jobs(schedule, STASHED, *GRAPH)
