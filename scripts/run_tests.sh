@@ -84,13 +84,13 @@ if ((${#one[@]})); then
   trap 'rm -f "$others"' EXIT
   trap 'kill 0' INT TERM
   slow_checks_and_tests "${other[@]}" >"$others" 2>&1 &
-  echo "== pytest ${one[*]}, at the same time as mypy, import-linter and pytest ${other[*]}"
+  echo "== pytest ${one[*]}, at the same time as mypy, import-linter, then pytest ${other[*]}"
   tests "${one[@]}"
   report "pytest ${one[*]}" "$begun" $?
   wait $!
   status=$?
   cat "$others"
-  report "mypy, import-linter and pytest ${other[*]}" "$begun" "$status"
+  report "mypy + import-linter + pytest ${other[*]}" "$begun" "$status"
 else
   slow_checks
   begun=$SECONDS

@@ -116,7 +116,7 @@ def test_changelog_citation_and_package_name_the_same_version() -> None:
 
 
 def test_pre_commit_runs_the_linters_of_the_tests() -> None:
-    steps = re.findall(r'^step "[^"]*" (\S+)', (ROOT / "scripts" / "run_tests.sh").read_text(), re.MULTILINE)
+    steps = re.findall(r'^ *step "[^"]*" (\S+)', (ROOT / "scripts" / "run_tests.sh").read_text(), re.MULTILINE)
     hooks = re.findall(r"entry: \.venv/bin/(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
     assert set(hooks) == {*steps, "shellcheck"}
 

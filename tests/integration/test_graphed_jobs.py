@@ -67,8 +67,9 @@ class Job(NamedTuple):
     adapters: bool = False
 
 
-DAY = {"attention": Job(), "attention and router": Job("zb-1p", BOTH, f"{MOE} --num-layers 4")}
+DAY = {"attention": Job()}
 NIGHT = {
+    "attention and router": Job("zb-1p", BOTH, f"{MOE} --num-layers 4"),
     "whole layers": Job(graphs=LAYERS),
     "attention and MLP": Job("v-zb", ATTENTION_AND_MLP),
     "MLP": Job(graphs=MLP),

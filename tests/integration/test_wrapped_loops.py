@@ -9,6 +9,7 @@ import torch
 
 from megatron.schedules.planner.registry import NAMES, splits
 from tests.integration.results import MODEL, UNTIED, Call
+from tests.tiers import by_night
 
 CALLS = (Call(3, seed=1),)
 MEGATRONS = "wrap the model in megatron.core.distributed.DistributedDataParallel instead"
@@ -86,7 +87,7 @@ def test_wrappers_are_left_alone_by_schedules_under_which_gradients_are_stocks(m
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("schedule", "chunks"), [("zb-1p", 1), ("v-half", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [by_night("zb-1p", 1), ("v-half", 2)])
 def test_modules_that_reduce_nothing_and_megatrons_own_wrapper_inside_them_train_alike(
     megatron: Any, schedule: str, chunks: int
 ) -> None:
