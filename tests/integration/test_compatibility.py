@@ -86,7 +86,7 @@ def _by_day() -> list[Case]:
     left = set().union(*shown.values())
     chosen = []
     while left:
-        chosen.append(max(shown, key=lambda case: len(left & shown[case])))
+        chosen.append(max(shown, key=lambda case: (len(left & shown[case]), -case.world)))
         left -= shown[chosen[-1]]
     return chosen
 
