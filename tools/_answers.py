@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from megatron.schedules.utils.errors import PlanError
 from tools._grid import Found, fastest, whole
 from tools._iteration import Estimate, estimate
+from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
 from tools._methods import INTERLEAVED, ONE_F_ONE_B
 from tools._question import Question
 from tools._setting import Setting
 from tools._start import Start
-
-# Estimates are not so exact that more is claimed where ranks are idle for longer than under stock's schedule.
-MOST_WITH_A_LARGER_BUBBLE = 0.01
 
 
 @dataclass(frozen=True)

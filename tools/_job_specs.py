@@ -22,6 +22,9 @@ from megatron.schedules.schedule.placement import Placement, zigzag
 OVERLAP, GRAPHS = "overlap_moe_expert_parallel_comm", "cuda_graph_impl"
 """Arguments of stock's own overlap of experts' messages, and of CUDA graphs."""
 
+MOST_WITH_A_LARGER_BUBBLE = 0.01
+"""Estimates are not so exact that more is gained where ranks are idle for longer than under stock's schedule."""
+
 PARTS = frozenset(("attn", "moe_router"))
 """Parts of layers that recipes captured before they captured whole iterations."""
 

@@ -114,7 +114,9 @@ def of_model(text: str, device: Device, gpus: int, batch: int, tokens: int | Non
     return Start(replace(question, lost=frozenset(why)), why)
 
 
-def of_recipe(name: str, folder: Path, device: Device | None, gpus: int | None, batch: int | None) -> Start:
+def of_recipe(
+    name: str, folder: Path, device: Device | None = None, gpus: int | None = None, batch: int | None = None
+) -> Start:
     """Returns the search for a recipe of Megatron-Bridge.
 
     Args:

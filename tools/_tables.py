@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.estimate.devices import GIB
 from megatron.schedules.report.table import aligned, markdown
-from tools._answers import MOST_WITH_A_LARGER_BUBBLE, Answer
+from tools._answers import Answer
 from tools._grid import Found, Short, fastest
 from tools._iteration import Estimate
+from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
 from tools._pasted import flags, overrides
 from tools._question import Question
 from tools._setting import Setting

@@ -25,7 +25,7 @@ from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.utils.errors import PlanError
-from tools._job_specs import placed, stock_choice, timed, under, without
+from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE, placed, stock_choice, timed, under, without
 
 # Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
 TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
@@ -33,8 +33,6 @@ TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 _MICROBATCHES_A_RANK = 3
 # Seconds of each search of ``auto`` on a typical core.
 SEARCH_SECONDS = 0.5
-# The estimates are not so exact that a gain is claimed where ranks are idle for longer.
-MOST_WITH_A_LARGER_BUBBLE = 0.01
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
 NO_FIGURES = {
     "enable_hyper_connections": "hyper-connections",

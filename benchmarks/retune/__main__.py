@@ -14,7 +14,6 @@ from pathlib import Path
 
 import click
 
-from benchmarks.recipes import bridge
 from benchmarks.retune.page import as_page
 from benchmarks.retune.retuned import Retuned
 from megatron.schedules.cli.ending import emit, run
@@ -24,7 +23,7 @@ from megatron.schedules.utils.errors import PlanError
 from tools._answers import answered
 from tools._grid import search_all
 from tools._methods import ADAPTIVE, METHODS
-from tools._start import of_config
+from tools._start import of_recipe
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes.json"
 
@@ -38,14 +37,11 @@ RECIPES = Path(__file__).parents[2] / "docs" / "recipes.json"
 def main(recipes: Sequence[str], folder: Path | None, jobs: int, output: Path | None, page: Path | None) -> None:
     warnings.simplefilter("ignore")
     known = read(output) if output is not None and output.exists() else {}
-    if recipes and folder is None:
-        raise PlanError("--bridge is missing: the unpacked wheel of megatron-bridge, which has the recipes")
-    found = bridge.recipes(folder) if recipes and folder is not None else {}
     methods = (*METHODS, ADAPTIVE)
     for name in recipes:
-        if name not in found:
-            raise PlanError(f"{folder} has no performance recipe {name}")
-        start = of_config(name, bridge.called(found[name]))
+        if folder is None:
+            raise PlanError("--bridge is missing: the unpacked wheel of megatron-bridge, which has the recipes")
+        start = of_recipe(name, folder)
         with worker_pool(jobs) as pool, shown(name, sys.stderr) as progress:
             tasks = [(start.question, method) for method in methods]
             retuned = Retuned.of(answered(start, search_all(pool, tasks, 1, jobs, progress)))

@@ -12,7 +12,7 @@ from benchmarks.retune.page import as_page
 from benchmarks.retune.retuned import Figures, Retuned
 from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RESERVED
-from tools._answers import MOST_WITH_A_LARGER_BUBBLE
+from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
 
 ROOT = Path(__file__).parents[2]
 JSON, PAGE = ROOT / "docs" / "retuned.json", ROOT / "docs" / "retuned.md"

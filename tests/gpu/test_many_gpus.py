@@ -75,6 +75,21 @@ def same_as_stock(
     shows({"ranks": layout.world, "pipeline": layout.pipeline, "note": layout.note} | figures, fault)
 
 
+def same_as_without(
+    jobs: Any, shows: Shows, setting: Setting, name: str, schedule: str, iterations: int, graphs: str
+) -> None:
+    """Compares a job that has the flags ``graphs`` with the same job without them."""
+    layout = layout_of(name, setting.gpus or 4, jobs.marks_norms(setting))
+    flags = [*flags_of(jobs, setting, layout, schedule, iterations, te=True), *jobs.schedule_flags(schedule)]
+    flags += ["--bf16", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
+    plain, graphed = (
+        jobs.train(layout.world, jobs.Job((*flags, *more), jobs.watchers.Peak, exact=True))
+        for more in ((), graphs.split())
+    )
+    figures, fault = compared(graphed, plain, iterations, BF16, to_the_bit=False)
+    shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
+
+
 @each_number_of_queues
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -114,16 +129,9 @@ def test_cuda_graphs_train_as_the_job_without_them(
     tried(setting, schedule)
     if fault := jobs.graphs_fault():
         pytest.skip(fault)
-    ranks = layout_of(layout, setting.gpus or 4, jobs.marks_norms(setting))
     iterations = 2 if setting.on_cpu else 20
-    flags = [*flags_of(jobs, setting, ranks, schedule, iterations, te=True), *jobs.schedule_flags(schedule)]
-    flags += ["--bf16", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
-    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0".split()
-    plain, graphed = (
-        jobs.train(ranks.world, jobs.Job((*flags, *more), jobs.watchers.Peak, exact=True)) for more in ((), graphs)
-    )
-    figures, fault = compared(graphed, plain, iterations, BF16, to_the_bit=False)
-    shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0"
+    same_as_without(jobs, shows, setting, layout, schedule, iterations, graphs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
@@ -135,16 +143,9 @@ def test_a_graph_of_a_whole_iteration_trains_as_the_job_without_it(
     tried(setting, schedule)
     if fault := jobs.te_fault():
         pytest.skip(fault)
-    ranks = layout_of(layout, setting.gpus or 4, jobs.marks_norms(setting))
     iterations = 3 if setting.on_cpu else 20
-    flags = [*flags_of(jobs, setting, ranks, schedule, iterations, te=True), *jobs.schedule_flags(schedule)]
-    flags += ["--bf16", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
-    graph = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1".split()
-    plain, graphed = (
-        jobs.train(ranks.world, jobs.Job((*flags, *more), jobs.watchers.Peak, exact=True)) for more in ((), graph)
-    )
-    figures, fault = compared(graphed, plain, iterations, BF16, to_the_bit=False)
-    shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
+    graph = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1"
+    same_as_without(jobs, shows, setting, layout, schedule, iterations, graph)
 
 
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "v-zb"])

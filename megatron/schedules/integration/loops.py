@@ -35,6 +35,7 @@ from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.refuse import refuse
 from megatron.schedules.integration.schedule_function import ScheduleFunction, listed
 from megatron.schedules.integration.session import Session
+from megatron.schedules.job.checks import RUN_AGAIN
 from megatron.schedules.job.job_costs import attention_of
 from megatron.schedules.job.measuring import MeasuredIterations, measured_iterations
 from megatron.schedules.job.plan_job import JobPlan
@@ -211,9 +212,8 @@ def _replans(spec: JobSpec, planner: Planner, first: MeasuredIterations, end: in
     settings, request = spec.settings, planner.request
     follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
     estimated = settings.schedule.name == AUTO and settings.costs is None and not settings.plan_lengths and follows
-    # A graph of a whole iteration has no clocks, and the other runs iterations again.
-    estimated = estimated and spec.stock.cuda_graphs != WHOLE
-    estimated = estimated and "moe_expert_rank_capacity_factor" not in spec.stock.given
+    # A graph of a whole iteration has no clocks, and with the other flag iterations are run again.
+    estimated = estimated and spec.stock.cuda_graphs != WHOLE and RUN_AGAIN not in spec.stock.given
     by_itself = not by_flag and needed <= end and estimated
     if by_itself:
         print_rank_0(

@@ -44,10 +44,12 @@ _NOT_CAPTURED = {
     "timing_log_level": _NO_CLOCK,
     "fp16": "a graph repeats the loss scale that it was captured with; use bf16",
 }
-_RUN_AGAIN = "moe_expert_rank_capacity_factor"
+RUN_AGAIN = "moe_expert_rank_capacity_factor"
+"""Argument of stock's with which an iteration may be run again."""
+
 _TWICE = "an iteration with too many tokens for an expert is run again"
 # With these, no host reads how many tokens experts get.
-_FIXED_TOKENS = {"moe_pad_expert_input_to_capacity", _RUN_AGAIN}
+_FIXED_TOKENS = {"moe_pad_expert_input_to_capacity", RUN_AGAIN}
 
 
 def validate(spec: JobSpec) -> None:
@@ -71,7 +73,7 @@ def validate(spec: JobSpec) -> None:
         _check_graphs(spec)
     if spec.stock.cuda_graphs == WHOLE:
         _check_capture(spec)
-    if _RUN_AGAIN in spec.stock.given:
+    if RUN_AGAIN in spec.stock.given:
         _check_rerun(spec)
     measured_iterations(settings.measuring, spec.iterations)
     check_replan(settings, flags)
@@ -158,7 +160,7 @@ def _check_rerun(spec: JobSpec) -> None:
         "step_batch_size_schedule": plan,
         "overlap_dispatch_backward_with_experts_wgrad": "the schedule places weight gradients itself",
     }
-    flag = f"--{_RUN_AGAIN.replace('_', '-')}"
+    flag = f"--{RUN_AGAIN.replace('_', '-')}"
     _refuse_with_one_plan(
         spec,
         flag,
