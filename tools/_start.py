@@ -18,7 +18,6 @@ from megatron.schedules.estimate.megatron_flags import FLAGS, NAMED_OTHERWISE, a
 from megatron.schedules.estimate.models import Model, find_model
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.utils.errors import PlanError
-from tools._job_specs import GRAPHS
 from tools._methods import INTERLEAVED, ONE_F_ONE_B
 from tools._parsing import Parser
 from tools._question import Question
@@ -110,8 +109,7 @@ def of_model(text: str, device: Device, gpus: int, batch: int, tokens: int | Non
             hybrid and hybrid.pattern,
         )
         question = _with_own(question, own.pipeline_model_parallel_size, chunks or 1, stages)
-    why = {GRAPHS: "an iteration is not captured as a whole so far"} if known.whole.captured else {}
-    return Start(replace(question, lost=frozenset(why)), why)
+    return Start(question)
 
 
 def of_recipe(
@@ -153,11 +151,8 @@ def of_config(
     if pipeline > 1:
         spec, chunks, left_out = rules.stock_job(args, SHORT[own_device].memory / 2**30)
         stages = spec.layers
-    model = Given(name, "", _plain(args))
-    if not left_out and model.whole.captured:
-        left_out = {GRAPHS: "an iteration is not captured as a whole so far"}
     question = Question(
-        model,
+        Given(name, "", _plain(args)),
         device or SHORT[own_device],
         gpus or own_gpus,
         batch or args.global_batch_size,
