@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.waiting import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "megatron", "scripts", "tests", "tools")
 PATTERN = re.compile(rb"#!.*\b(?:ba|da|k)?sh\b")
@@ -106,7 +108,7 @@ class Checkout:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=60,
+            timeout=HANGS_S,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -1,7 +1,7 @@
 """What a Megatron user may have switched on: every feature, the flags that ask for it, and how it is compared.
 
-The factors are what people combine freely; a test runs each of their values alone under each schedule, and pairs of
-them together. What cannot be had without a GPU is listed with the reason.
+The factors are what people combine freely; a test runs each of stock's values alone under each schedule, and pairs of
+all of them together. What cannot be had without a GPU is listed with the reason.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ class Feature(NamedTuple):
     Args:
         flags: stock's own.
         ranks: processes for each pipeline rank.
-        needs: features without which it means nothing.
+        needs: features without which it means nothing, or a schedule.
         layout: whether the flags say which layers a stage holds, so that they depend on the schedule.
+        ours: flags of ours, which stock's run does not have.
+        passes: kinds of pass that it adds.
     """
 
     flags: str = ""
     ranks: int = 1
     needs: tuple[str, ...] = ()
     layout: bool = False
+    ours: str = ""
+    passes: str = ""
 
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type aux_loss"
@@ -93,13 +97,30 @@ FACTORS: dict[str, dict[str, Feature]] = {
         "batch size ramp-up": Feature("--step-batch-size-schedule '0:4 128:8' --train-samples 20"),
     },
 }
-USUAL = tuple(next(iter(values)) for values in FACTORS.values())  # the first value of each factor asks for nothing
-FEATURES = {name: feature for values in FACTORS.values() for name, feature in values.items() if name not in USUAL}
+SAVED = "--pipeline-memory-limit 0.4 --pipeline-costs 4,4,3 --pipeline-save-memory"
+OWN_LOOP = "a training loop of one's own"
+# What is ours, and no flag of stock's.
+OURS: dict[str, dict[str, Feature]] = {
+    "saving": {
+        "all kept": Feature(),
+        "recompute as passes": Feature(needs=("adaptive",), ours=f"{SAVED} recompute", passes="R"),
+        "offload as passes": Feature(needs=("adaptive",), ours=f"{SAVED} offload=0.1", passes="O"),
+    },
+    "loop": {"Megatron-LM's loop": Feature(), OWN_LOOP: Feature()},
+}
+ALL_FACTORS = FACTORS | OURS
+USUAL = tuple(next(iter(values)) for values in ALL_FACTORS.values())  # the first of each factor asks for nothing
+FEATURES = {name: feature for values in ALL_FACTORS.values() for name, feature in values.items() if name not in USUAL}
 
-# What stock refuses together.
+# What stock refuses together, and what leaves nothing of whole layers to recompute or to offload.
 APART = (
     {"mixture of experts", "tensor parallel 2"},  # it wants sequence parallelism too
     {"multi-token prediction", "tied embeddings"},  # docs/upstream.md
+    {OWN_LOOP, "fewer layers at the ends"},  # of several chunks, where the loop sets their number
+    {"recompute as passes", "full recompute"},
+    {"recompute as passes", "full recompute of one layer a stage"},
+    {"offload as passes", "full recompute"},
+    {"offload as passes", "full recompute of one layer a stage"},
 )
 
 NEEDS_GPU = {
@@ -120,12 +141,36 @@ class Case(NamedTuple):
     @property
     def model(self) -> list[str]:
         """Those of stock's flags that say which parameters the model has."""
-        return shlex.split(" ".join(FEATURES[name].flags for name in self.features if name in FACTORS["model"]))
+        return self._words(FEATURES[name].flags for name in self.features if name in FACTORS["model"])
 
     @property
     def flags(self) -> list[str]:
         """Stock's other flags, without those that place layers."""
-        return shlex.split(" ".join(FEATURES[name].flags for name in self.features if name not in FACTORS["model"]))
+        return self._words(FEATURES[name].flags for name in self.features if name not in FACTORS["model"])
+
+    @property
+    def ours(self) -> list[str]:
+        """Flags of ours, and the number of chunks if it is the loop that says it."""
+        chunks = CHUNKS.get(self.schedule, 2)
+        say = self.owns_loop and chunks > 1 and not self.layout
+        virtual = ["--num-virtual-stages-per-pipeline-rank", str(chunks)] * say
+        asked = self._words(FEATURES[name].ours for name in self.features)
+        usual = ["--pipeline-memory-limit", "1"] * (self.schedule == "adaptive" and not asked)
+        return ["--pipeline-schedule", self.schedule, *virtual, *usual, *asked]
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether the loop is the user's own."""
+        return OWN_LOOP in self.features
+
+    @property
+    def passes(self) -> set[str]:
+        """Kinds of pass that such a run has, other than F and backwards."""
+        return {FEATURES[name].passes for name in self.features} - {""}
+
+    @staticmethod
+    def _words(flags: Iterable[str]) -> list[str]:
+        return shlex.split(" ".join(flags))
 
     @property
     def tied(self) -> bool:
@@ -146,16 +191,18 @@ class Case(NamedTuple):
             return ends + ["--decoder-last-pipeline-num-layers", "1"] * (chunks > 1)
         if "layout string, ends without a layer" in self.features:
             written = {1: "E|ttttttttL", 2: "E|tttt|tttt|L", 4: "E|t|t|t|t|tt|tt|L"}[chunks]
+            if "multi-token prediction" in self.features:
+                written = written.replace("L", "mL")
             return ["--pipeline-model-parallel-layout", written]
         return []
 
     @property
     def possible(self) -> bool:
         """Whether there is such a run: a value for each factor, and nothing that stock refuses together."""
-        on = set(self.features)
-        if any(len(on & values.keys()) > 1 for values in FACTORS.values()):
+        on = {self.schedule, *self.features}
+        if any(len(on & values.keys()) > 1 for values in ALL_FACTORS.values()):
             return False
-        wanting = any(needed not in on for name in on for needed in FEATURES[name].needs)
+        wanting = any(needed not in on for name in self.features for needed in FEATURES[name].needs)
         return not (wanting or any(both <= on for both in APART))
 
 
@@ -174,16 +221,18 @@ def each_setting(settings: Iterable[str], usual: Mapping[str, Sequence[str]]) ->
 
 
 def alone() -> list[Case]:
-    """Every feature under every schedule."""
+    """Every feature of stock's under every schedule."""
     cases = []
     for name, feature in FEATURES.items():
-        cases += [Case(schedule, (*feature.needs, name)) for schedule in SCHEDULES]
+        if not any(name in values for values in OURS.values()):
+            cases += [Case(schedule, (*feature.needs, name)) for schedule in SCHEDULES]
     return cases
 
 
 def together() -> list[Case]:
     """Few cases in which every schedule meets every feature, and every feature every other that it can go with."""
-    factor_of = {name: factor for factor, values in FACTORS.items() for name in values}
+    factors = {"schedule": SCHEDULES, **{name: tuple(values) for name, values in ALL_FACTORS.items()}}
+    factor_of = {name: factor for factor, values in factors.items() for name in values}
 
     def chosen(name: str) -> dict[str, object]:
         return {"operator": "eq", "left": factor_of[name], "value": name}
@@ -194,5 +243,5 @@ def together() -> list[Case]:
     rules = [without(*both) for both in APART]
     for name, feature in FEATURES.items():
         rules += [{"operator": "or", "conditions": [without(name), chosen(needed)]} for needed in feature.needs]
-    rows = covertable.make({"schedule": SCHEDULES, **{f: tuple(v) for f, v in FACTORS.items()}}, constraints=rules)
-    return [Case(row["schedule"], tuple(row[f] for f in FACTORS if row[f] in FEATURES)) for row in rows]
+    rows = covertable.make(factors, constraints=rules)
+    return [Case(row["schedule"], tuple(row[f] for f in ALL_FACTORS if row[f] in FEATURES)) for row in rows]

@@ -16,6 +16,7 @@ from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -56,6 +57,7 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     own_loader,
+    own_loop,
     plain_attention,
     planted_faults,
     reading_script,
@@ -78,6 +80,7 @@ from tests.integration.sync_detector import detected
 from tests.integration.verified_loop import verified_loop
 from tests.integration.wrapped_loop import WRAPPERS, passing, wrapped_loops
 from tests.loops.calls import called, imported_before
+from tests.loops.ours import counted_passes
 from tests.runtime.late_copies import LateCopies
 from tests.support import te_nvfp4
 from tests.waiting import HANGS_S
@@ -120,10 +123,10 @@ def train(
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, of
     several "documents", "packed" with documents, with "conversations", or from the user's "own loader". Or a script
     reads documents where "Megatron says", or "at the ends" alone: see :mod:`.reading_script`. Or it is a "hybrid
-    script": see :mod:`.hybrid_script`. With ``adapters`` only low-rank ones beside every linear are trained.
-    ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
-    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
-    several residual streams: see :mod:`.residual_streams`.
+    script": see :mod:`.hybrid_script`. Or the loop is the user's own: see :mod:`.own_loop`. With ``adapters`` only low-
+    rank ones beside every linear are trained. ``attention`` is stock's local one, or "plain": see
+    :mod:`.plain_attention`. Where there are ``orders``, each rank takes the microbatches of each iteration in its own:
+    see :mod:`.ordered_samples`. With ``streams`` the model has several residual streams: see :mod:`.residual_streams`.
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
@@ -137,6 +140,7 @@ def train(
         last["iterations"],
         last["loss_scales"],
         [rank["orders"] for rank in ranks],
+        set().union(*(rank["passes"] for rank in ranks)),
     )
 
 
@@ -201,7 +205,7 @@ def counted(world: int, flags: Sequence[str]) -> list[list[bool]]:
 
 def stalled(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
     """A job whose rank 1 may not come out of its sixth forward step (:mod:`.stalled_step`); each rank's threads."""
-    return run_ranks(world, _stalled, list(flags), how, timeout=60.0)
+    return run_ranks(world, _stalled, list(flags), how)
 
 
 def copied(
@@ -587,6 +591,7 @@ def _rank(
 ) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
+    seen["passes"] = counted_passes()
     ordered_samples.note(seen["orders"])
     if orders:
         ordered_samples.put_in_place(orders)
@@ -620,6 +625,10 @@ def _rank(
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]
+    if samples == "own loop":
+        torch.set_num_threads(1)
+        own_loop.run(flags, seen, partial(_recorded, seen=seen))
+        return seen
     try:
         _rank_main(flags)
     except SystemExit as leaving:  # at --exit-interval
@@ -640,7 +649,8 @@ def _rank_without_us(flags: list[str]) -> dict[str, Any]:
 
 def _nothing_seen() -> dict[str, Any]:
     lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales", "orders")}
-    return lists | {"shares": False, "pipeline": 0, "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
+    sets: dict[str, Any] = {name: set() for name in ("shapes", "passes")}
+    return lists | sets | {"shares": False, "pipeline": 0, "gradients": {}, "weights": {}, "peak": 0}
 
 
 def _joined(ranks: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, int, int], torch.Tensor]:

@@ -16,6 +16,7 @@ import pretrain_gpt
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Logged
 from tests.support.weights import named_parameters, start_equal
+from tests.waiting import HANGS_S
 
 _LEFT_OUT = ("time", "mem-", "throughput", "vs samples", "pipeline/")
 """In the names of what differs from run to run, is logged twice, or is the schedule's alone."""
@@ -24,7 +25,7 @@ _LEFT_OUT = ("time", "mem-", "throughput", "vs samples", "pipeline/")
 _Tensors = dict[tuple[str, int, int], torch.Tensor]
 
 
-def logged(world: int, flags: Sequence[str], timeout: float = 100.0) -> Logged:
+def logged(world: int, flags: Sequence[str], timeout: float = HANGS_S) -> Logged:
     """Trains with ``flags`` on ``world`` ranks."""
     ranks = run_ranks(world, _rank, list(flags), timeout=timeout)
     last = ranks[-1]

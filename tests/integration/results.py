@@ -42,6 +42,7 @@ class Result(NamedTuple):
         iterations: the number Megatron gives each of the iterations, which goes on counting after a resume.
         loss_scales: what the loss was multiplied by in each of the iterations.
         orders: by rank, the order of the microbatches in each of the iterations that was planned for their lengths.
+        passes: kinds of pass that our engine ran; none under stock's own schedule.
     """
 
     losses: list[float]
@@ -53,6 +54,7 @@ class Result(NamedTuple):
     iterations: list[int]
     loss_scales: list[float]
     orders: list[list[tuple[int, ...]]]
+    passes: set[str]
 
 
 class Logged(NamedTuple):

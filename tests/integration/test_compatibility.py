@@ -12,9 +12,9 @@ import torch
 
 from tests import tolerances
 from tests.integration.conftest import Training
-from tests.integration.features import FACTORS, FEATURES, SCHEDULES, Case, alone, together
+from tests.integration.features import ALL_FACTORS, FEATURES, SCHEDULES, Case, alone, together
 from tests.integration.results import MODEL, Result
-from tests.integration.test_same_result import CLIP_NOTHING, under
+from tests.integration.test_same_result import CLIP_NOTHING
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 RATE = float(MODEL[MODEL.index("--lr") + 1])
@@ -30,8 +30,8 @@ def trained(train: Training, case: Case, *job: str) -> tuple[Result, Result]:
         flags += job
     if "--clip-grad" not in flags:
         flags += CLIP_NOTHING
-    model = tuple(case.model)
-    ours = train(case.world, *flags, *case.layout, *under(case.schedule, "1"), tied=case.tied, model=model)
+    model, loop = tuple(case.model), "own loop" if case.owns_loop else "plain"
+    ours = train(case.world, *flags, *case.layout, *case.ours, tied=case.tied, model=model, samples=loop)
     return ours, train.stock(case.world, *flags, tied=case.tied, model=model)
 
 
@@ -43,6 +43,8 @@ def _draws_other_masks(case: Case) -> bool:
 def assert_agree(ours: Result, stock: Result, case: Case) -> None:
     """As equal as the arithmetic allows."""
     on = set(case.features)
+    assert {"F", *case.passes} <= ours.passes
+    assert not stock.passes
     assert len(ours.losses) == len(stock.losses) > 1
     assert "batch size ramp-up" not in on or len(stock.losses) == 4  # 4 + 4 + 8 + 8 samples; 3 of 8 without
     assert len(ours.evaluations) == len(stock.evaluations) == 2
@@ -107,11 +109,11 @@ def test_every_pair_that_can_be_is_together_somewhere() -> None:
     cases = together()
     assert all(case.possible for case in cases)
     seen = {pair for case in cases for pair in combinations((case.schedule, *case.features), 2)}
-    asked = [[name for name in values if name in FEATURES] for values in FACTORS.values()]
-    for one, other in combinations(asked, 2):
+    asked = [[name for name in values if name in FEATURES] for values in ALL_FACTORS.values()]
+    for one, other in combinations([SCHEDULES, *asked], 2):
         for pair in product(one, other):
-            with_needs = (*pair, *(needed for name in pair for needed in FEATURES[name].needs))
-            if Case("", with_needs).possible:
+            needed = {need for name in pair if name in FEATURES for need in FEATURES[name].needs}
+            schedules = {*pair, *needed}.intersection(SCHEDULES) or {""}
+            features = {*pair, *needed}.difference(SCHEDULES)
+            if len(schedules) == 1 and Case(*schedules, tuple(features)).possible:
                 assert pair in seen, pair
-    for pair in product(SCHEDULES, FEATURES):
-        assert pair in seen, pair

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compatibility_table import written
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ def test_the_table_is_of_the_tests_there_are(tmp_path: Path) -> None:
         "--features-to",
         str(collected),
     ]
-    subprocess.run([*command, "tests/integration"], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    subprocess.run([*command, "tests/integration"], cwd=ROOT, check=True, capture_output=True, timeout=HANGS_S)
     committed = json.loads((ROOT / "docs" / "compatibility.json").read_text())
     identity = ("feature", "schedule", "model", "test")
     assert [[found[key] for key in identity] for found in json.loads(collected.read_text())] == [

@@ -211,7 +211,7 @@ print("megatron-core", megatron.core.__version__)
 @pytest.mark.parametrize("version", ["0.17", "0.18"])
 def test_loops_on_earlier_versions_of_megatron_core_train_alike(tmp_path: Path, version: str) -> None:
     wanted = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", f"megatron-core=={version}.*"]
-    subprocess.run(wanted, cwd=tmp_path, check=True, timeout=300)
+    subprocess.run(wanted, cwd=tmp_path, check=True, timeout=HANGS_S)
     for wheel in tmp_path.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(tmp_path)
     folders = map(str, (ROOT, ROOT / "tests/integration", tmp_path))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
@@ -78,6 +80,7 @@ RUN = """
 import json, sys, traceback
 import torch
 from tests.support import cuda_graphs as model
+from tests.waiting import HANGS_S
 model.install()
 failures = {}
 for name, text in json.load(sys.stdin).items():
@@ -94,7 +97,7 @@ def failures() -> dict[str, str]:
     """What went wrong, by check, in a process of its own: the model replaces torch's graphs."""
     texts = json.dumps({name: START + text for name, text in CHECKS.items()})
     command = [sys.executable, "-c", RUN]
-    done = subprocess.run(command, cwd=ROOT, input=texts, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, input=texts, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

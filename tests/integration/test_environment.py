@@ -12,6 +12,7 @@ from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import assumed_gpus, check_environment
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -59,7 +60,7 @@ def test_the_program_refuses_it_in_one_line(monkeypatch, around: dict[str, str],
     for name, value in around.items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "pretrain_gpt.py", *MODEL, *PP4, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 2
     assert done.stderr.startswith(f"pretrain_gpt.py: error: {said}")
     assert done.stderr.count("\n") == 1

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.results import MODEL, UNTIED
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -37,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     sources = sorted(map(str, (ROOT / "megatron" / "schedules").rglob("*.py")))
     tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
-    subprocess.run([*tool, "--output-prefix", str(folder / "code"), "--input", *sources], check=True, timeout=120)
+    subprocess.run([*tool, "--output-prefix", str(folder / "code"), "--input", *sources], check=True, timeout=HANGS_S)
     return folder / "code_text_document"
 
 
@@ -55,7 +56,7 @@ def test_real_text_trains_under_v_half_on_four_ranks(text: Path) -> None:
         "1",
     ]
     run = start(4, ROOT / "pretrain_gpt.py", [*flags, "--train-iters", "20", "--lr", "1e-2"])
-    output, _ = run.communicate(timeout=300)
+    output, _ = run.communicate(timeout=HANGS_S)
     assert run.returncode == 0, output[-4000:]
     assert "planned bubble" in output
     assert re.search(r"planned peak activation memory \d+\.\d\d MiB, 7\d\.\d % of 1F1B's", output), output[-200:]
@@ -107,7 +108,7 @@ def test_another_script_needs_one_import_and_one_call(tmp_path: Path) -> None:
     script = tmp_path / "their_script.py"
     script.write_text(SCRIPT)
     run = start(2, script, [*MODEL, "--train-iters", "2", "--a-flag-of-mine"])
-    output, _ = run.communicate(timeout=300)
+    output, _ = run.communicate(timeout=HANGS_S)
     assert run.returncode == 0, output[-4000:]
     assert len(losses(output)) == 2
 
@@ -124,7 +125,7 @@ def test_where_there_is_no_gpu_a_script_is_told_what_to_call(tmp_path: Path) -> 
         env=os.environ | {"RANK": "0", "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert run.returncode == 2, run.stderr[-4000:]
     said = run.stderr.strip().splitlines()[-1]
@@ -145,7 +146,7 @@ def test_a_rank_killed_in_an_iteration_ends_the_job_with_a_message() -> None:
         assert len(ranks) == 2
         ranks[0].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=HANGS_S)
         assert time.monotonic() - killed < 60
         assert run.returncode != 0
         assert "SIGKILL" in output or "Connection closed by peer" in output, output[-3000:]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
@@ -68,7 +70,7 @@ def test_rows_go_to_the_pages_that_megatrons_kernels_choose() -> None:
         pytest.skip("this Megatron has no paged stash")
     command = [sys.executable, "-W", "ignore", "-c", RUN, str(kernels)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     differing, overflows, full = json.loads(done.stdout)
     assert differing == [] and overflows > 2 and full > 20

@@ -11,7 +11,15 @@ from megatron.schedules.integration.model_stages import MegatronStages
 
 
 def install(schedule: str | None, **settings: Any) -> Counter[str]:
-    """Installs ``schedule``, unless it is None, and counts the passes that our engine then runs, by kind.
+    """Installs ``schedule``, unless it is None, and counts the passes that our engine then runs."""
+    passes = counted_passes()
+    if schedule:
+        megatron.schedules.install(schedule=schedule, **settings)
+    return passes
+
+
+def counted_passes() -> Counter[str]:
+    """Counts the passes that our engine runs from now on, by kind.
 
     "hidden" counts messages of experts with weight gradients behind them.
     """
@@ -28,6 +36,4 @@ def install(schedule: str | None, **settings: Any) -> Counter[str]:
 
     schedule_function.run = counted
     MegatronStages.run_ahead = counted_message  # type: ignore[method-assign]
-    if schedule:
-        megatron.schedules.install(schedule=schedule, **settings)
     return passes

@@ -19,6 +19,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import NAMED
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 SEVEN_LAYERS = uneven(Costs(), (1.0,) * 7)
@@ -131,7 +132,7 @@ def python(program: str, **environment: str) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

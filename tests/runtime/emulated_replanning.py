@@ -35,6 +35,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
+from tests.waiting import HANGS_S
 
 RANKS, SLOW_RANK, SLOWER, FROM = 4, 3, 1.5, 4
 LATENCY_MS = 0.2
@@ -124,7 +125,7 @@ def main(unit_ms: float, iterations: int) -> None:
     """Print one JSON object."""
     costs = costs_of(unit_ms, 1.0)
     first = plan(replace(ASKED, costs=costs))
-    ranks = run_ranks(RANKS, partial(on_a_rank, first, unit_ms, iterations), timeout=120)
+    ranks = run_ranks(RANKS, partial(on_a_rank, first, unit_ms, iterations), timeout=HANGS_S)
     both = [list(zip(*each, strict=True)) for each in zip(*(rank["taken"] for rank in ranks), strict=True)]
     slow = costs_of(unit_ms, SLOWER)
     best = plan(replace(ASKED, costs=slow, placement=first.placement))

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.runtime import emulated_replanning as job
+from tests.waiting import HANGS_S
 
 ITERATIONS = 18
 
@@ -23,7 +24,7 @@ def test_a_slow_rank_is_named_and_worked_round_as_simulated() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)

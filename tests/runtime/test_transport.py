@@ -91,7 +91,7 @@ def test_two_ranks_whose_neighbours_are_the_same():
 def _two_pipelines_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
     pipelines = [[0, 2], [3, 1]]
     placement = schedules[0].placement
-    channels = make_channels(pipelines, channels_of(placement), timeout=timedelta(seconds=20))
+    channels = make_channels(pipelines, channels_of(placement), timeout=timedelta(seconds=HANGS_S))
     (mine,) = [p for p in pipelines if dist.get_rank() in p]
     return _run_all(schedules, mine.index(dist.get_rank()), channels)
 

@@ -21,6 +21,7 @@ from megatron.schedules.utils.private_folder import (
     warn_once,
     write_whole,
 )
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,7 +178,7 @@ def test_an_unknown_user_without_a_home_gets_a_plan_and_keeps_it_private():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o1777)
         command, environment["TMPDIR"] = [sys.executable, "-c", UNKNOWN], folder
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
         assert done.returncode == 0, done.stderr
         (said,) = done.stderr.splitlines()
         made = Path(folder, "megatron-schedules-4000001")

@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.schedules.estimate.build_flags import WHOLE
 from megatron.schedules.integration.background_plans import BackgroundPlans
 from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
-from megatron.schedules.integration.flags.configuration import loop_job
+from megatron.schedules.integration.flags.configuration import loop_job, written_layout
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.gpu_libraries import libraries_line
 from megatron.schedules.integration.graphs.capture import Capture
@@ -75,12 +75,13 @@ def place_layers(session: Session, config: TransformerConfig) -> None:
     if placement is None or placement.looped or isinstance(config.pipeline_model_parallel_layout, PlacedLayout):
         return
     schedule, asked = session.settings["pipeline_schedule"], session.settings.get("pipeline_layers")
-    if config.pipeline_model_parallel_layout is not None:
-        refuse(f"--pipeline-schedule {schedule} places layers itself: set no layout")
+    layout = config.pipeline_model_parallel_layout
     stand_in = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     ahead = config.mtp_num_layers or 0
-    stock = StockLayers(config.num_layers, first, last, stand_in=stand_in, ahead=ahead)
+    stock = StockLayers(
+        config.num_layers, first, last, None if layout is None else written_layout(layout), stand_in, ahead
+    )
     try:
         given = layers_choice(FLAGS["layers"], asked)
         # The pattern of a hybrid model, which it does not read from here, may have other stages.

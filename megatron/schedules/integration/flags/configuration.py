@@ -122,13 +122,13 @@ def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
         "group_query_attention": config.num_query_groups not in (None, config.num_attention_heads),
         "transformer_impl": "transformer_engine" if engine else "local",
         "create_attention_mask_in_dataloader": not engine,
-        "pipeline_model_parallel_layout": None if layout is None else _written(layout),
+        "pipeline_model_parallel_layout": None if layout is None else written_layout(layout),
         "bf16": config.params_dtype is torch.bfloat16,
         "fp16": config.params_dtype is torch.float16,
     }
 
 
-def _written(layout: Any) -> str:
+def written_layout(layout: Any) -> str:
     """Writes a layout of Megatron's or ours as Megatron's flag does."""
     if isinstance(layout, PlacedLayout):
         stages = [layout.of_stage(stage) for stage in range(layout.placement.stages)]
