@@ -72,10 +72,10 @@ class _Loop:
             microbatches = get_num_microbatches()
             self._seen["losses"] += self._mean(forward_step, samples, chunks, microbatches)
             self._seen["iterations"].append(iteration + 1)
-            self._seen["loss_scales"].append(float(optimizer.get_loss_scale()))
             batch = microbatches * self._rows * parallel_state.get_data_parallel_world_size()
             if optimizer.step()[0]:
                 scheduler.step(increment=batch)
+            self._seen["loss_scales"].append(float(optimizer.get_loss_scale()))
             consumed += batch
         if args.overlap_param_gather:
             for chunk in chunks:

@@ -48,6 +48,7 @@ def assert_agree(ours: Result, stock: Result, case: Case) -> None:
     assert len(ours.losses) == len(stock.losses) > 1
     assert "batch size ramp-up" not in on or len(stock.losses) == 4  # 4 + 4 + 8 + 8 samples; 3 of 8 without
     assert len(ours.evaluations) == len(stock.evaluations) == 2
+    assert ours.loss_scales == stock.loss_scales
     if _draws_other_masks(case):
         assert ours.losses == pytest.approx(stock.losses, abs=0.1)
         assert ours.losses != stock.losses
@@ -78,13 +79,18 @@ def test_alone(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case, "--global-batch-size", "8", "--train-iters", "3"), case)
 
 
+def _shown(case: Case) -> set[str]:
+    """What of a case its result shows."""
+    if _draws_other_masks(case):
+        return {"dropout"}
+    # The auxiliary loss of experts overflows too, whatever is done with the loss.
+    hidden = {"fp16 with overflows"} if "mixture of experts" in case.features else set()
+    return {case.schedule, *case.features} - hidden
+
+
 def _by_day() -> list[Case]:
     """Few cases of at most four ranks that show every schedule and every feature once (a greedy cover)."""
-    shown = {
-        case: {"dropout"} if _draws_other_masks(case) else {case.schedule, *case.features}
-        for case in together()
-        if case.world <= 4
-    }
+    shown = {case: _shown(case) for case in together() if case.world <= 4}
     left = set().union(*shown.values())
     chosen = []
     while left:
