@@ -69,9 +69,7 @@ REACHED: Mapping[str, Reached] = {
     "cdna4": Reached(0.75, 2.5),
 }
 CALIBRATED = Calibration()
-ERRORS = (
-    "estimated; such times were 7 % (median) to 26 % (one in ten) off published measurements, see docs/accuracy.md"
-)
+ERRORS = "estimated; such times were 7 % (median) to 26 % (one in ten) off published measurements, see docs/accuracy.md"
 """How far off estimates for a GPU are for models that they were not fitted to, in words.
 
 ``tests/benchmarks/test_accuracy.py`` holds it against the page.
