@@ -6,7 +6,6 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
-from megatron.schedules.estimate.calibration import CALIBRATED
 from megatron.schedules.estimate.device_costs import device_costs
 from megatron.schedules.estimate.devices import Device
 from megatron.schedules.estimate.roofline import Roofline
@@ -41,10 +40,9 @@ def timed(spec: JobSpec, device: Device, *, stock: bool = False, correction: Pas
     if spec.trained is None:
         return spec
     hides = bool(spec.hides_messages)
-    known = replace(CALIBRATED, messages=0.0) if stock and hides else CALIBRATED
     times = device_costs(
         spec.trained,
-        Roofline(device, known),
+        Roofline(device, overlaps=stock and hides),
         spec.sizes.pipeline,
         gpus=spec.sizes.world,
         hides=hides and not stock,

@@ -19,6 +19,9 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CONTEXTS = (1, 2, 4, 8, 16)
 # Tokens of a rank under context parallelism: attention was not measured with fewer (docs/accuracy.md).
 _LEAST_TOKENS = 4096
+# Tokens of a microbatch of a model with experts: no more were measured (docs/accuracy.md). How much less its layers
+# wait for their host if there are more is the least certain part of an estimate.
+_MOST_TOKENS_TO_EXPERTS = 8192
 FULL = StockRecompute("full", "uniform", 1)
 
 
@@ -63,6 +66,16 @@ class Question:
         """Recompute that is tried."""
         return self.recomputes if self.recomputes is not None else recomputes(self.model, self.own)
 
+    @property
+    def _micro_batches(self) -> list[int]:
+        """Samples of a microbatch that are tried, that of the user's setting in any case."""
+        most = _MICRO_BATCHES[-1]
+        if self.model.whole.has_experts:
+            most = max(1, _MOST_TOKENS_TO_EXPERTS // self.model.sequence)
+        return sorted(
+            {*(each for each in _MICRO_BATCHES if each <= most), *([self.own.micro_batch] if self.own else [])}
+        )
+
     def stages(self, method: Method) -> Iterator[Stages]:
         """Yields all sizes but those of pipelines, that go with the model."""
         own = self.own
@@ -75,7 +88,7 @@ class Question:
             if rest or not is_near:
                 continue
             # Half the samples on half the ranks are the same computing with fewer messages.
-            samples = _MICRO_BATCHES if context == 1 else _MICRO_BATCHES[:1]
+            samples = self._micro_batches if context == 1 else _MICRO_BATCHES[:1]
             for expert, micro_batch in itertools.product(_divisors(experts), samples):
                 sizes = data, tensor, 1, micro_batch, self.global_batch, self.correction, context, expert
                 setting = Setting(method, self.model, self.device, *sizes, lost=self.lost)

@@ -107,8 +107,8 @@ class Setting:
             "recompute_num_layers": again.layers,
             "recompute_modules": list(again.modules) or None,
         }
-        # Megatron refuses its overlap of experts' messages with full recompute.
-        if again.granularity == "full" or not overlaps:
+        # Megatron refuses its overlap of experts' messages where they are sent again for recompute.
+        if again.granularity == "full" or "moe" in again.modules or not overlaps:
             changes[OVERLAP] = False
         return self.model.trained(**changes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,15 +54,29 @@ def fitted(rows: Sequence[Row]) -> Calibration:
     """
     start = numbers(CALIBRATED)
     settings = {row.setting for row in rows}
-    stretched: Mapping[Row, float] = {each: each.planned().plan.iteration_time / each.busiest() for each in settings}
+    stretched = {each: each.stretch for each in settings}
+    known_times: dict[tuple[Row, tuple[float, ...]], float] = {}
+
+    def seconds(setting: Row, found: Vector) -> float:
+        """Its time with ``found``, computed once for the same values of the numbers that it depends on."""
+        values = tuple(float(found[NAMES.index(name)]) for name in _read_by(setting))
+        if (setting, values) not in known_times:
+            known = calibration(found)
+            known_times[setting, values] = stretched[setting] * setting.busiest(known) + setting.after(known)
+        return known_times[setting, values]
 
     def errors(scaled: Vector) -> Vector:
-        known = calibration(scaled * start)
-        times = {each: stretched[each] * each.busiest(known) + each.after(known) for each in settings}
+        times = {each: seconds(each, scaled * start) for each in settings}
         off = [math.log(times[row.setting] / row.measured) for row in rows]
         return np.array([*off, *(_USUAL / _RATIO * np.log(np.maximum(scaled * start, 1e-6) / _EXPECTED))])
 
     return calibration(_least(errors, np.ones(len(start))) * start)
+
+
+def _read_by(row: Row) -> tuple[str, ...]:
+    """Names of the numbers that the row's time depends on."""
+    names = f"products, {row.device.architecture}", "attention", "block_scaled"
+    return (*names, "messages", "routed_passes", "experts_host", "partial_graphs") if row.has_experts else names
 
 
 def _least(errors: Callable[[Vector], Vector], at: Vector) -> Vector:

@@ -186,7 +186,7 @@ by its name? This page holds them against measurements that NVIDIA and AMD publi
 these GPUs. A measurement of your own is better than any estimate: `--pipeline-measure DIR`, then `--pipeline-costs
 DIR/costs.json` ([measure](measure.md)).
 
-`python -m benchmarks accuracy` writes this page, in about five minutes. `--rows FILE` takes other measurements in the
+`python -m benchmarks accuracy` writes this page, in about a minute. `--rows FILE` takes other measurements in the
 form of `benchmarks/accuracy/measured.json`, which has the public sources.
 """
 _ERROR_HEADS = (

@@ -109,7 +109,7 @@ def report(records: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> 
     """Predicts all rows, and those of each model by numbers that are fitted to the others."""
     rows = read(records)
     counted = [row for row in rows if row.is_pretraining]
-    times = {row.setting: row.predicted() for row in counted}
+    times = {setting: setting.predicted() for setting in {row.setting for row in counted}}
     without: dict[Row, float] = {}
     for name in sorted({row.name for row in counted}):
         say(f"fitting without {name}")

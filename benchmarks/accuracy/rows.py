@@ -154,6 +154,13 @@ class Row:
         """The job, without times."""
         return _job(self.setting)
 
+    @cached_property
+    def _recomputed(self) -> float:
+        """Share of the forward of a layer that Megatron recomputes."""
+        model = self.spec.trained
+        assert model is not None, "the model is known"
+        return recomputed_share(model.recompute, model.build)
+
     @property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each stage."""
@@ -164,7 +171,8 @@ class Row:
         """Estimated seconds of its passes."""
         model = self.spec.trained
         assert model is not None, "the model is known"
-        roofline = Roofline(self.device, known)
+        # Megatron's overlap needs several chunks of a rank.
+        roofline = Roofline(self.device, known, overlaps=self.overlaps and self.chunks > 1)
         return device_costs(model, roofline, self.pipeline, gpus=self.gpus)
 
     def after(self, known: Calibration = CALIBRATED) -> float:
@@ -188,14 +196,17 @@ class Row:
 
     def predicted(self, known: Calibration = CALIBRATED) -> float:
         """Predicted seconds of an iteration."""
-        return self.planned(known).plan.iteration_time + self.after(known)
+        return _pipeline(self.setting, known) + self.after(known)
+
+    @property
+    def stretch(self) -> float:
+        """Time of the pipeline over that in which its busiest rank computes, with today's numbers."""
+        return _pipeline(self.setting, CALIBRATED) / self.busiest()
 
     def busiest(self, known: Calibration = CALIBRATED) -> float:
         """Estimated seconds in which the rank with most work computes in an iteration."""
-        costs, model = self.costs(known), self.spec.trained
-        assert model is not None, "the model is known"
-        again = recomputed_share(model.recompute, model.build)
-        costs = replace(costs, layers=replace(costs.layers, stock_recompute=again))
+        costs = self.costs(known)
+        costs = replace(costs, layers=replace(costs.layers, stock_recompute=self._recomputed))
         on = costs.on(self.placement, Decisions(layers=self.layers)).durations
         works = zip(on[Kind.F], on[Kind.B], strict=True)
         stages = [forward + backward for forward, backward in works]
@@ -215,6 +226,16 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
         return (full - 1, *(full,) * (stages - 2), full - 1)
     full = -(-layers // stages)
     return tuple(max(0, min(full, layers - at * full)) for at in range(stages))
+
+
+def _pipeline(setting: Row, known: Calibration) -> float:
+    """Estimated seconds of the pipeline."""
+    return _today(setting) if known is CALIBRATED else setting.planned(known).plan.iteration_time
+
+
+@cache
+def _today(setting: Row) -> float:
+    return setting.planned().plan.iteration_time
 
 
 @cache

@@ -130,6 +130,20 @@ def test_a_captured_iteration_stays_captured_under_our_schedules(tmp_path: Path)
     assert kept < 1.02 * stock < lost
 
 
+@pytest.mark.parametrize(("own", "tried"), [(1, {1}), (4, {1, 4})])
+def test_models_with_experts_are_tried_with_no_more_tokens_than_were_measured(
+    tmp_path: Path, own: int, tried: set[int]
+):
+    script, device = tmp_path / "train.sh", DEVICES["GB200"]
+    sizes = f"--pipeline-model-parallel-size 4 --micro-batch-size {own}"
+    found = []
+    for experts in ("", "--num-experts 8 --moe-ffn-hidden-size 4096"):
+        script.write_text(f"{LLAMA} {sizes} {experts}")
+        stages = of_model(str(script), device, 16, 32).question.stages(METHODS[0])
+        found.append({each.setting.micro_batch for each in stages})
+    assert found == [{1, 2, 4, 8, 16}, tried]
+
+
 LLAMA = """
 TP=2
 MODEL_ARGS=(--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --ffn-hidden-size 14336

@@ -107,14 +107,14 @@ def with_model(
 
 
 def with_messages(layers: LayerTimes, build: Build, prices: Prices = ANY) -> LayerTimes:
-    """Adds the time in which F and I wait for messages of experts to ``layers``.
+    """Adds the time in which F and I wait for messages of experts, and other work may run, to ``layers``.
 
     Args:
         layers: times of F and I.
         build: the model as built.
         prices: prices of the device, which say what share of both that is.
     """
-    forward, input_grad = message_shares(build, prices, build.tokens)
+    forward, input_grad = (share * (1 - prices.exposed) for share in message_shares(build, prices, build.tokens))
     return replace(layers, messages=(forward * layers.forward, input_grad * layers.input_grad))
 
 
@@ -150,6 +150,8 @@ def recomputed_share(recompute: Recompute, build: Build) -> float:
     """
     if recompute.layers != 0:
         return 1.0
+    if not recompute.modules:
+        return 0.0
     parts = works(build, "".join(typical_layers(build)))
     speed = build.quantized.speed if build.quantized else 1.0
     return sum(share(parts, module, speed) for module in recompute.modules)

@@ -23,15 +23,19 @@ _TILE = 128, 256  # of a product; NVIDIA's guide to matrix multiplication explai
 class Roofline(Prices):
     """Seconds on ``device``, with what ``calibration`` says is reached of its peaks.
 
+    Args:
+        overlaps: true if stock's own overlap runs another microbatch behind experts' messages.
+
     Attributes:
         splitting: price of a split backward, as a part of a whole one.
     """
 
-    def __init__(self, device: Device, calibration: Calibration = CALIBRATED) -> None:
-        self._device, self._known = device, calibration
+    def __init__(self, device: Device, calibration: Calibration = CALIBRATED, *, overlaps: bool = False) -> None:
+        self._device, self._known, self._overlaps = device, calibration, overlaps
         self._reached = calibration.reached[device.architecture]
         self.domain = device.domain
         self.splitting = calibration.splitting
+        self.exposed = calibration.messages
 
     def speed(self, quantized: Quantized | None) -> float:
         """FLOPs of a product for one of bf16 in the same time, at the peak."""
@@ -64,11 +68,14 @@ class Roofline(Prices):
 
     def sent(self, size: float, *, same_node: bool) -> float:
         """Seconds of ``size`` bytes of experts' messages within a domain, or beyond it, that nothing hides."""
-        return self._known.messages * size / self._rate(same_node)
+        return (self.exposed if self._overlaps else 1.0) * size / self._rate(same_node)
 
-    def copies(self, ranks: float, chosen: int) -> float:
-        """Ranks with any of ``chosen`` experts, if the router spreads tokens evenly: each gets one copy of a token."""
-        return ranks * (1 - (1 - 1 / ranks) ** chosen)
+    def copies(self, groups: float, chosen: int) -> float:
+        """Groups with any of ``chosen`` experts, if the router spreads tokens evenly: each gets one copy of a token.
+
+        DeepEP and HybridEP send a token once to each node, and there once to each rank.
+        """
+        return groups * (1 - (1 - 1 / groups) ** chosen)
 
     def permuted(self, size: float) -> float:
         """Seconds in which F, or I, reads and writes routed tokens that are permuted."""

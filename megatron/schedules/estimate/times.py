@@ -50,9 +50,11 @@ class Prices:
 
     Attributes:
         domain: GPUs that links of a node connect.
+        exposed: part of the time of experts' messages that stays exposed even where other work runs behind them.
     """
 
     domain = 8
+    exposed = 0.0
 
     def speed(self, quantized: Quantized | None) -> float:
         """FLOPs of a product for one of bf16 in the same time."""
@@ -78,8 +80,8 @@ class Prices:
         """Time to send ``size`` bytes to experts on other ranks, all on the same node or all on other ones."""
         return size * (2_000.0 if same_node else 16_000.0)
 
-    def copies(self, ranks: float, chosen: int) -> float:
-        """Copies of a token that are sent to ``chosen`` experts on so many ranks."""
+    def copies(self, groups: float, chosen: int) -> float:
+        """Copies of a token that are sent to ``chosen`` experts on so many groups of ranks, its own group included."""
         return float(chosen)
 
     def permuted(self, size: float) -> float:
@@ -182,16 +184,18 @@ def expert_messages(build: Build, work: PartWork, prices: Prices, tokens: float)
     """Time in which the F of a part, or its I, waits for tokens that travel to their experts and back.
 
     A router spreads tokens evenly. The ranks that share experts are numbered one after another, as Megatron numbers
-    them, so as many as possible are on one node. Links of the node and of the network work at the same time.
+    them, so as many as possible are on one node. What comes from another node is forwarded within the node. Links of
+    the node and of the network work at the same time.
     """
     if build.shape.experts is None or not work.routed:
         return 0.0
     ranks = max(1.0, build.experts / build.shape.experts.number)
     near = min(ranks, max(1.0, prices.domain / build.expert_tensor))
-    chosen = build.shape.experts.chosen
-    size = 2 * work.routed * tokens / ranks * (prices.copies(ranks, chosen) / chosen)
-    beyond = prices.sent(size * (ranks - near), same_node=False)
-    return max(prices.sent(size * (near - 1), same_node=True), beyond)
+    chosen, nodes = build.shape.experts.chosen, ranks / near
+    copy = 2 * work.routed * tokens / chosen
+    within = copy * prices.copies(ranks, chosen) * (near - 1) / near
+    beyond = copy * prices.copies(nodes, chosen) * (nodes - 1) / nodes
+    return max(prices.sent(within, same_node=True), prices.sent(beyond, same_node=False))
 
 
 def layer_times(build: Build, prices: Prices, tokens: float, kind: LayerKind = _BLOCK) -> PassTimes:
