@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.job
 FEATURES = 8
 ROWS = 3
 """Rows of one microbatch."""
+LIMITS_SENDS = "max_outstanding_sends" in inspect.getsource(_PipelineScheduleRuntime.__init__)
+"""Whether this torch can limit sends that are not finished: 2.15 can."""
 
 
 def _stage(stage: int) -> nn.Module:
@@ -40,7 +43,7 @@ def _batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
 
 
-def _torch_body(csv: str, placement: Placement, microbatches: int) -> dict[int, list]:
+def _torch_body(csv: str, placement: Placement, microbatches: int, options: dict[str, int]) -> dict[int, list]:
     rank = dist.get_rank()
     modules = {stage: _stage(stage) for stage in placement.stages_of(rank)}
     stages = []
@@ -51,7 +54,7 @@ def _torch_body(csv: str, placement: Placement, microbatches: int) -> dict[int, 
         stages.append(
             PipelineStage(module, stage, placement.stages, torch.device("cpu"), input_args=inputs, output_args=outputs)
         )
-    runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=_loss, scale_grads=False)
+    runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=_loss, scale_grads=False, **options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(csv)
@@ -66,17 +69,21 @@ def _torch_body(csv: str, placement: Placement, microbatches: int) -> dict[int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"),
+    ("name", "ranks", "microbatches", "options"),
     [
-        ("v-half", 2, 4),
-        ("v-half", 4, 8),
-        ("v-min", 3, 5),
-        ("v-zb", 4, 6),
-        ("zb-1p", 3, 6),
-        ("interleaved-1f1b", 2, 4),
+        ("v-half", 2, 4, {}),
+        ("v-half", 4, 8, {}),
+        ("v-min", 3, 5, {}),
+        ("v-zb", 4, 6, {}),
+        ("zb-1p", 3, 6, {}),
+        ("interleaved-1f1b", 2, 4, {}),
+        pytest.param(
+            *("v-half", 3, 6, {"max_outstanding_sends": 2}),
+            marks=pytest.mark.skipif(not LIMITS_SENDS, reason="this torch does not limit sends; 2.15 does"),
+        ),
     ],
 )
-def test_torch_runs_our_csv(name: str, ranks: int, microbatches: int):
+def test_torch_runs_our_csv(name: str, ranks: int, microbatches: int, options: dict[str, int]):
     schedule = plan(Request(name, ranks, microbatches))
     placement = schedule.placement
     model = nn.Sequential(*(_stage(stage) for stage in range(placement.stages)))
@@ -84,7 +91,7 @@ def test_torch_runs_our_csv(name: str, ranks: int, microbatches: int):
     for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
         _loss(model(x), y).backward()
 
-    found = run_ranks(ranks, _torch_body, to_csv(schedule), placement, microbatches)
+    found = run_ranks(ranks, _torch_body, to_csv(schedule), placement, microbatches, options)
     gradients = {stage: grads for rank_found in found for stage, grads in rank_found.items()}
     assert sorted(gradients) == list(range(placement.stages))
     # Twice a sum and a GELU in each stage, forwards and backwards, and a sum over all rows; torch adds up as it likes.
