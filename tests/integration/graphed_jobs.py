@@ -16,13 +16,15 @@ from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.training import training
 
 import pretrain_gpt
-from megatron.schedules.integration.graphs import replay
+from megatron.schedules.integration.graphs import capture, replay
 from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.runtime import transport
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.graph_slots import GraphSlot, graph_slots
+from megatron.schedules.schedule.kinds import Kind, Pass
 from tests.integration import fake_deep_ep, fused_kernels, low_rank
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
@@ -172,6 +174,19 @@ def _stale() -> None:
     WeightGradients.kept = lambda self, operand: cuda_graphs.weak(kept(self, operand))  # type: ignore[method-assign]
 
 
+def _slots_end_early() -> None:
+    capture.graph_slots = _without_last_passes
+
+
+def _without_last_passes(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
+    """Frees a slot one pass too early: after F if the backward is whole, and otherwise after I."""
+    return graph_slots([work for work in row if work.kind not in (Kind.W, Kind.B)])
+
+
+def _slots_end_with_f() -> None:
+    capture.graph_slots = lambda row: graph_slots([work for work in row if work.kind is Kind.F])
+
+
 def _relay_asks() -> None:
     call = ResultRelay.__call__
     ResultRelay.__call__ = lambda self, results, device, alike: call(self, results, device)  # type: ignore[method-assign]
@@ -204,6 +219,8 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "no copy in": _no_copy_in,
     "no copy out": _no_copy_out,
     "stale": _stale,
+    "slots end early": _slots_end_early,
+    "slots end with F": _slots_end_with_f,
     "relay asks": _relay_asks,
     "events asked": _events_asked,
     "sends not awaited": _sends_not_awaited,
