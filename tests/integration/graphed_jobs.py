@@ -175,16 +175,23 @@ def _stale() -> None:
 
 
 def _slots_end_early() -> None:
-    capture.graph_slots = _without_last_passes
-
-
-def _without_last_passes(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
-    """Frees a slot one pass too early: after F if the backward is whole, and otherwise after I."""
-    return graph_slots([work for work in row if work.kind not in (Kind.W, Kind.B)])
+    """One pass too early: behind F if the backward is whole, and otherwise behind I."""
+    capture.graph_slots = lambda row: _slots_until(row, {work[::2] for work in row if work.kind is Kind.I})
 
 
 def _slots_end_with_f() -> None:
-    capture.graph_slots = lambda row: graph_slots([work for work in row if work.kind is Kind.F])
+    capture.graph_slots = lambda row: _slots_until(row, set())
+
+
+def _slots_until(row: Sequence[Pass], until_i: set[tuple[int, int]]) -> dict[tuple[int, int], GraphSlot]:
+    """Slots that end behind the I of ``until_i``, and behind the F of all other (stage, microbatch)."""
+    passes: list[Pass] = []
+    for work in row:
+        if work.kind is Kind.F or (work.kind is Kind.I and work[::2] in until_i):
+            passes.append(work)
+        if work.kind is Kind.F and work[::2] not in until_i:
+            passes.append(work._replace(kind=Kind.B))
+    return graph_slots(passes)
 
 
 def _relay_asks() -> None:
