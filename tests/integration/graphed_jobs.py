@@ -174,24 +174,24 @@ def _stale() -> None:
     WeightGradients.kept = lambda self, operand: cuda_graphs.weak(kept(self, operand))  # type: ignore[method-assign]
 
 
+def _one_slot() -> None:
+    """All microbatches of a stage replay the graphs of its first with the same passes."""
+
+    def slots(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
+        split, first = {work[::2] for work in row if work.kind is Kind.W}, dict[Any, GraphSlot]()
+        return {key: first.setdefault((key[0], key in split), slot) for key, slot in graph_slots(row).items()}
+
+    capture.graph_slots = slots
+
+
 def _slots_end_early() -> None:
-    """One pass too early: behind F if the backward is whole, and otherwise behind I."""
-    capture.graph_slots = lambda row: _slots_until(row, {work[::2] for work in row if work.kind is Kind.I})
+    """One pass too early, where backwards are whole: behind F."""
 
+    def slots(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
+        forwards = [work for work in row if work.kind is Kind.F]
+        return graph_slots([each for work in forwards for each in (work, work._replace(kind=Kind.B))])
 
-def _slots_end_with_f() -> None:
-    capture.graph_slots = lambda row: _slots_until(row, set())
-
-
-def _slots_until(row: Sequence[Pass], until_i: set[tuple[int, int]]) -> dict[tuple[int, int], GraphSlot]:
-    """Slots that end behind the I of ``until_i``, and behind the F of all other (stage, microbatch)."""
-    passes: list[Pass] = []
-    for work in row:
-        if work.kind is Kind.F or (work.kind is Kind.I and work[::2] in until_i):
-            passes.append(work)
-        if work.kind is Kind.F and work[::2] not in until_i:
-            passes.append(work._replace(kind=Kind.B))
-    return graph_slots(passes)
+    capture.graph_slots = slots
 
 
 def _relay_asks() -> None:
@@ -227,7 +227,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "no copy out": _no_copy_out,
     "stale": _stale,
     "slots end early": _slots_end_early,
-    "slots end with F": _slots_end_with_f,
+    "one slot": _one_slot,
     "relay asks": _relay_asks,
     "events asked": _events_asked,
     "sends not awaited": _sends_not_awaited,

@@ -248,8 +248,8 @@ def test_gradients_are_those_of_the_job_without_graphs(jobs: Jobs, name: str) ->
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("fault", ["slots end with F", *map(by_night, ("no copy in", "no copy out", "stale"))])
-def test_a_missing_copy_stale_memory_and_a_slot_freed_early_are_noticed(jobs: Jobs, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["one slot", *map(by_night, ("no copy in", "no copy out", "stale"))])
+def test_missing_copies_stale_memory_and_a_slot_of_several_are_noticed(jobs: Jobs, fault: str) -> None:
     """By the model of CUDA graphs: as on a GPU, gradients are wrong without a word."""
     assert unequal(jobs(DAY["attention"], fault=fault), jobs.without(DAY["attention"]))
 
