@@ -6,6 +6,7 @@ bit. The first iteration has no graphs; the others replay them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -303,6 +304,16 @@ def test_older_versions(version: str, name: str) -> None:
         jobs = Jobs(server, patch)
         assert unequal(jobs(JOBS[name]), jobs.without(JOBS[name])) == []
     server.close()
+
+
+@pytest.mark.nightly
+def test_a_dry_run_says_how_often_layers_are_captured_and_what_is_not_counted(te: Megatron) -> None:
+    flags = f"{MODERN} --train-iters 1 --global-batch-size 16 --pipeline-schedule v-half --pipeline-dry-run 2".split()
+    ((status, text),) = te("outputs", 1, [*JOB, *flags, *f"{GRAPHS} 1 {ATTENTION}".split()])
+    assert int(status) == 0, text
+    said = re.search(r"captures the layers of a stage (\d+) times, in 4 slots, not once for each of 32", str(text))
+    assert said and 4 <= int(said[1]) < 16, text
+    assert "not counted: objects of CUDA graphs, " in text
 
 
 def _failures() -> dict[str, str]:
