@@ -161,10 +161,6 @@ def _no_copy_in() -> None:
     WeightGradients.kept = lambda self, operand: operand  # type: ignore[method-assign]
 
 
-def _no_copy_out() -> None:
-    replay._Leaving.backward = staticmethod(lambda ctx, gradient: gradient)
-
-
 def _outputs_in_place() -> None:
     replay.memory_of = lambda values: ()  # type: ignore[assignment]
 
@@ -224,7 +220,6 @@ def _runs_once() -> None:
 FAULTS: Mapping[str, Callable[[], None]] = {
     "outputs in place": _outputs_in_place,
     "no copy in": _no_copy_in,
-    "no copy out": _no_copy_out,
     "stale": _stale,
     "slots end early": _slots_end_early,
     "one slot": _one_slot,

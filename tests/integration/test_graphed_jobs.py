@@ -179,7 +179,7 @@ NIGHT |= {
     for schedule in schedules
 }
 JOBS = DAY | NIGHT
-EACH_IN_FLIGHT = {"odd microbatches"}
+EACH_IN_FLIGHT = {"odd microbatches", "FP8 tensorwise, primary weights"}
 """Jobs in which all microbatches of the first rank are in flight at once, so that none reuses a slot."""
 ITERATIONS = 3
 OLDEST = VERSIONS.index("2.16.0")
@@ -249,7 +249,7 @@ def test_gradients_are_those_of_the_job_without_graphs(jobs: Jobs, name: str) ->
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("fault", ["one slot", *map(by_night, ("no copy in", "no copy out", "stale"))])
+@pytest.mark.parametrize("fault", ["one slot", *map(by_night, ("no copy in", "stale"))])
 def test_missing_copies_stale_memory_and_a_slot_of_several_are_noticed(jobs: Jobs, fault: str) -> None:
     """By the model of CUDA graphs: as on a GPU, gradients are wrong without a word."""
     assert unequal(jobs(DAY["attention"], fault=fault), jobs.without(DAY["attention"]))
