@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.graphs.replay import FUSED, Replay
-from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.runtime.weight_gradients import Replayed, WeightGradients
 
 
 class Static(torch.autograd.Function):
@@ -105,7 +105,29 @@ def a_backward_of_a_forward_step_is_refused() -> None:
             output.sum().backward()
 
 
+def w_runs_ahead_behind_a_message() -> None:
+    """Graphs in their order, since they share memory; none behind one that gathers operands at a fixed point."""
+    sizes = [Replayed(6.0, gathers=False), Replayed(), Replayed(6.0, gathers=False)]
+    store, graphs = WeightGradients(), [Graph() for _ in sizes]
+    hidden = torch.ones(3, requires_grad=True)
+    with store.split(0, 0):
+        for graph, size in zip(graphs, sizes, strict=True):
+            weight = torch.nn.Parameter(torch.zeros(2))
+            gradients = [(weight, torch.ones(2))]
+            replay = Replay(graph, lambda: store, set(), gradients, is_first=True, size=size)
+            (hidden,) = replay(hidden)
+    with store.input_gradient(0, 0):
+        hidden.sum().backward()
+    assert store.flops(0, 0) == 12
+    ran = lambda: [graph.weights for graph in reversed(graphs)]  # noqa: E731 - the last layer's I comes first
+    assert store.run_ahead([(0, 0)], 2.0) == 2.0 and ran()[::-1] == [0, 0, 0], "the first is too long"
+    assert store.run_ahead([(0, 0)], 100.0) == 94.0 and ran()[::-1] == [0, 0, 1]
+    store.run(0, 0)
+    assert ran() == [1, 1, 1]
+
+
 CASES = (
+    w_runs_ahead_behind_a_message,
     outputs_of_an_evaluation_are_not_overwritten,
     the_first_microbatch_is_that_of_the_plan,
     a_mask_that_nobody_reads_is_the_static_one,

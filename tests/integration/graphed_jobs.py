@@ -16,13 +16,15 @@ from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.training import training
 
 import pretrain_gpt
-from megatron.schedules.integration.graphs import replay
+from megatron.schedules.integration.graphs import capture, replay
 from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.runtime import transport
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.graph_slots import GraphSlot, graph_slots
+from megatron.schedules.schedule.kinds import Kind, Pass
 from tests.integration import fake_deep_ep, fused_kernels, low_rank
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
@@ -159,10 +161,6 @@ def _no_copy_in() -> None:
     WeightGradients.kept = lambda self, operand: operand  # type: ignore[method-assign]
 
 
-def _no_copy_out() -> None:
-    replay._Leaving.backward = staticmethod(lambda ctx, gradient: gradient)
-
-
 def _outputs_in_place() -> None:
     replay.memory_of = lambda values: ()  # type: ignore[assignment]
 
@@ -170,6 +168,26 @@ def _outputs_in_place() -> None:
 def _stale() -> None:
     kept = WeightGradients.kept
     WeightGradients.kept = lambda self, operand: cuda_graphs.weak(kept(self, operand))  # type: ignore[method-assign]
+
+
+def _one_slot() -> None:
+    """All microbatches of a stage replay the graphs of its first with the same passes."""
+
+    def slots(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
+        split, first = {work[::2] for work in row if work.kind is Kind.W}, dict[Any, GraphSlot]()
+        return {key: first.setdefault((key[0], key in split), slot) for key, slot in graph_slots(row).items()}
+
+    capture.graph_slots = slots
+
+
+def _slots_end_early() -> None:
+    """One pass too early, where backwards are whole: behind F."""
+
+    def slots(row: Sequence[Pass]) -> dict[tuple[int, int], GraphSlot]:
+        forwards = [work for work in row if work.kind is Kind.F]
+        return graph_slots([each for work in forwards for each in (work, work._replace(kind=Kind.B))])
+
+    capture.graph_slots = slots
 
 
 def _relay_asks() -> None:
@@ -202,8 +220,9 @@ def _runs_once() -> None:
 FAULTS: Mapping[str, Callable[[], None]] = {
     "outputs in place": _outputs_in_place,
     "no copy in": _no_copy_in,
-    "no copy out": _no_copy_out,
     "stale": _stale,
+    "slots end early": _slots_end_early,
+    "one slot": _one_slot,
     "relay asks": _relay_asks,
     "events asked": _events_asked,
     "sends not awaited": _sends_not_awaited,

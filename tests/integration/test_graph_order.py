@@ -11,10 +11,13 @@ import torch
 from megatron.schedules.integration.graphs.order import (
     GraphNumbers,
     LayerPass,
+    Place,
     engine_order,
+    graphed_passes,
     layer_passes,
     one_by_one,
     set_static_inputs,
+    share_masks,
 )
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.programs.checker import proved
@@ -34,15 +37,16 @@ def test_each_layer_and_microbatch_has_its_forward_then_its_i_then_its_w(schedul
     for program in programs(schedule, microbatches):
         chunks = program.placement.chunks
         layers = [1 + chunk % 2 for chunk in range(chunks)]
-        numbers, passes = GraphNumbers(layers, microbatches), list(layer_passes(program, layers))
-        order = engine_order(passes, numbers, lambda chunk, layer: layer == 0)
+        places = list(GraphNumbers(layers, microbatches))
+        passes = list(layer_passes(graphed_passes(program), program.placement, layers))
+        order = engine_order(passes, places, lambda chunk, layer: layer == 0)
         of_number = defaultdict(list)
         for number in order:
             of_number[abs(int(number))].append(number)
         assert sorted(of_number) == list(range(1, sum(layers) * microbatches + 1))
-        split = {each[1:] for each in passes if each.kind is Kind.W}
-        for number, key in enumerate(numbers, 1):
-            defers = key in split and key[2] == 0
+        split = {each.place for each in passes if each.kind is Kind.W}
+        for number, place in enumerate(places, 1):
+            defers = place in split and place.layer == 0
             assert of_number[number] == [number, -number] + [-number - 0.5] * defers
 
 
@@ -64,8 +68,8 @@ def test_static_inputs_are_shared_by_none_that_are_in_flight_together() -> None:
     """Backwards come in another order than forwards, which stock's allocation does not expect."""
     kinds = (Kind.F, Kind.F, Kind.I, Kind.F, Kind.I, Kind.F, Kind.I, Kind.I)
     which = (0, 1, 1, 2, 0, 3, 3, 2)
-    passes = [LayerPass(kind, 0, m, 0) for kind, m in zip(kinds, which, strict=True)]
-    order = engine_order(passes, GraphNumbers([1], 4), lambda *_: False)
+    passes = [LayerPass(kind, Place(0, m, 0)) for kind, m in zip(kinds, which, strict=True)]
+    order = engine_order(passes, list(GraphNumbers([1], 4)), lambda *_: False)
     table, mask = torch.zeros(3), torch.zeros(2, dtype=torch.bool)
     args = [(torch.ones(2, 2, requires_grad=True),)] * 4
     kwargs = [{"rotary_pos_emb": table, "attention_mask": mask}] * 4
@@ -86,6 +90,7 @@ def test_a_mask_that_no_layer_reads_is_allocated_once() -> None:
     order = [1, 2, -1, -2]
     args = [(torch.ones(2),), (torch.ones(2),)]
     kwargs = [{"attention_mask": torch.zeros(2)}, {"attention_mask": torch.zeros(2)}]
+    share_masks(kwargs)
     set_static_inputs(order, args, kwargs, shares_mask=True)
     assert kwargs[0]["attention_mask"] is kwargs[1]["attention_mask"]
     assert args[0][0].data_ptr() != args[1][0].data_ptr()

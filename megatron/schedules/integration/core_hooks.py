@@ -272,7 +272,7 @@ if all(hasattr(cuda_graphs, name) for name in GRAPHS_OF_STOCK):  # otherwise suc
         Hook(
             cuda_graphs.TECudaGraphHelper,
             "create_cudagraphs",
-            "stock captures graphs in the order of its own schedules; they share memory in the order of the plan",
+            "stock captures graphs in the order of its own schedules; microbatches replay them in slots of the plan",
             _create_cudagraphs,
         ),
         Hook(

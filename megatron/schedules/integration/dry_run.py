@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.estimate.parallel_sizes import ParallelSizes
 from megatron.schedules.integration.environment import ONE_REPLICA, assumed_gpus
 from megatron.schedules.integration.flags.checks import made, planned
@@ -19,8 +20,9 @@ from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import written
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.registry import AUTO
-from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
+from megatron.schedules.report.memory_table import NOT_COUNTED, NOT_COUNTED_OF_GRAPHS, Rank, as_text, verdict
 from megatron.schedules.report.table import gib
+from megatron.schedules.schedule.graph_slots import graph_slots
 from megatron.schedules.utils.errors import PlanError
 
 # Exit status of a job that would not fit.
@@ -48,7 +50,7 @@ def dry_run(job: JobPlan) -> NoReturn:
         if not job.fits(room):
             sys.stdout.write(_advice(job, room) + "\n")
             status = _DOES_NOT_FIT
-    sys.stdout.write(f"not counted: {NOT_COUNTED}\n")
+    sys.stdout.write(f"not counted: {NOT_COUNTED_OF_GRAPHS.get(job.spec.stock.cuda_graphs, '')}{NOT_COUNTED}\n")
     sys.stdout.flush()
     raise SystemExit(status)
 
@@ -80,9 +82,23 @@ def _table(job: JobPlan) -> str:
         f"layers by stage: {written(spec.layers, job.layers)}",
         as_text([_rank(job, rank) for rank in range(job.schedule.ranks)]).rstrip(),
     ]
+    if spec.stock.cuda_graphs == GRAPHS:
+        lines.append(_graphs(job))
     if not build.shape.vocabulary:
         lines.append("the vocabulary is not known: embedding and output layer are not counted; give --vocab-size")
     return "\n".join(lines)
+
+
+def _graphs(job: JobPlan) -> str:
+    """Says how many graphs the rank with the most of them captures."""
+    slots = [graph_slots(row).items() for row in job.schedule.order]
+    sets = [{(stage, slot) for (stage, _), slot in row} for row in slots]
+    worst = max(range(len(sets)), key=lambda rank: len(sets[rank]))
+    return (
+        f"CUDA graphs: rank {worst} captures the layers of a stage {len(sets[worst])} times, in "
+        f"{len({slot.number for _, slot in sets[worst]})} slots, not once for each of {len(slots[worst])} microbatches "
+        "of stages"
+    )
 
 
 def _rank(job: JobPlan, rank: int) -> Rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.device_memory import RESERVED, usable
 from megatron.schedules.report.table import aligned, gib
 
@@ -12,6 +13,12 @@ NOT_COUNTED = (
     "the CUDA context, buffers of NCCL and of kernels, fragmentation, and what a pass needs for a moment (such as the "
     "gradient of the logits): for these a tenth of each device is left"
 )
+
+NOT_COUNTED_OF_GRAPHS = {
+    GRAPHS: "objects of CUDA graphs, what a slot frees before its W or needs for a moment, ",
+    WHOLE: "the object of the CUDA graph, its samples, what the iterations before it leave in the allocator, ",
+}
+"""What is not counted besides, by what captures CUDA graphs."""
 
 
 class Rank(NamedTuple):

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,18 @@ Closure = Callable[[], Sequence[Tensor | None] | None]
 
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
+
+
+class Replayed(NamedTuple):
+    """A closure that replays a CUDA graph.
+
+    Args:
+        flops: floating point operations of its products.
+        gathers: whether it gathers operands, or the operations are not known.
+    """
+
+    flops: float = 0.0
+    gathers: bool = True
 
 
 class WeightGradients:
@@ -102,6 +114,7 @@ class WeightGradients:
         parameters: Sequence[Tensor] = (),
         prefetch: Callable[[], None] | None = None,
         settle: Settle | None = None,
+        replayed: Replayed | None = None,
     ) -> None:
         """Queues ``closure`` for the W of ``key``.
 
@@ -114,13 +127,14 @@ class WeightGradients:
                 at once, so that its hooks fire once a microbatch.
             prefetch: starts the communication that ``closure`` waits for; called once, ahead of it, without grad mode.
             settle: may compute ahead of W, see :meth:`compute_ahead`; called once, no later than the end of I.
+            replayed: what ``closure`` computes, where it replays a graph.
 
         Raises:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
         queue = self._queue(key)
         self._settle_newest(queue)
-        queue.append(_Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter))
+        queue.append(_Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed))
         queue[-1].hold(held_tensors)
         self._count(queue[-1], 1)
 
@@ -184,7 +198,7 @@ class WeightGradients:
         The last one may be longer than what is left of ``flops``, by half of itself. W does the rest. Left for W are
         gradients that gather operands, because all ranks of a tensor-parallel group must do so at the same point, those
         of a parameter that several closures of a key share, and later ones of the same parameters: sums keep their
-        order. Each rank may choose ``flops`` by itself.
+        order. So do the graphs of a key, which share memory. Each rank may choose ``flops`` by itself.
 
         Args:
             keys: whose W comes next, in the order of these W's. Their I must have ended, and no pass before these W's
@@ -198,10 +212,13 @@ class WeightGradients:
         for key in keys:
             queue = self._queue(key)
             uses = Counter(id(parameter) for item in queue for parameter in item.parameters)
+            graph_left = False
             for item in queue:
                 own = {id(parameter) for parameter in item.parameters}
-                if not item.alone or not left.isdisjoint(own) or any(uses[parameter] > 1 for parameter in own):
+                waits = not item.alone or (graph_left and item.replays)
+                if waits or not left.isdisjoint(own) or any(uses[parameter] > 1 for parameter in own):
                     left |= own
+                    graph_left |= item.replays
                 elif own:
                     if flops < item.flops / 2:
                         return flops
@@ -277,11 +294,12 @@ class _Deferred:
         prefetch: Callable[[], None] | None,
         settle: Settle | None,
         meter: ActivationMeter | None,
+        replayed: Replayed | None,
     ) -> None:
         self.closure, self.parameters = closure, parameters
         # Whether the expensive part was computed in I, and whether everything was done ahead of W.
         self.computed = self.finished = False
-        self._gathers = prefetch is not None
+        self._gathers, self._replayed = prefetch is not None, replayed
         self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
         self._held: list[tuple[Tensor, int]] = []
         self._hold: Hold | None = None
@@ -289,7 +307,14 @@ class _Deferred:
     @property
     def alone(self) -> bool:
         """Returns true if it can run before W: it needs no communication, and its size is known."""
+        if self._replayed is not None:
+            return not self._replayed.gathers
         return self.computed or (not self._gathers and bool(self._held))
+
+    @property
+    def replays(self) -> bool:
+        """Returns whether it replays a CUDA graph."""
+        return self._replayed is not None
 
     @property
     def flops(self) -> float:
@@ -297,6 +322,8 @@ class _Deferred:
 
         Rows follow from the size of both together. The weights of grouped experts have one shape.
         """
+        if self._replayed is not None:
+            return self._replayed.flops
         shape = self.parameters[0].shape
         return 0.0 if self.computed else 2.0 * sum(t.numel() for t, _ in self._held) * shape.numel() / sum(shape)
 

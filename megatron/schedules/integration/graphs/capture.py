@@ -1,13 +1,13 @@
-"""Captures the forward, I and W of each graphed layer and microbatch, each as a CUDA graph of its own.
+"""Captures the forward, I and W of graphed layers in as many slots as microbatches are in flight.
 
-Megatron chooses what is captured, and Transformer Engine captures it. Each layer and microbatch gets a module of its
-own round the layer, so that a forward, and the backward that it leads to, know whose weight gradients they defer. W is
-captured as Transformer Engine captures weight gradients that a module delays.
+Megatron chooses what is captured, and Transformer Engine captures it. Each layer gets a module of its own in each slot,
+so that a forward, and the backward that it leads to, know whose weight gradients they defer. W is captured as
+Transformer Engine captures weight gradients that a module delays.
 
-All graphs share one pool of memory. What W reads is owned by the queue of weight gradients until W is captured, so no
-graph captured in between gets its memory. Two sorts of memory belong to no queue: static inputs, which the next
-microbatch's replay overwrites, and the buffer for the gradient of an output, which all layers share. An operand of W
-that lies there is copied in I.
+The graphs of a slot share a pool of memory. A slot has one microbatch of one stage at a time, whose passes come in the
+order of the captures, so graphs of different slots can be replayed in any order. What W reads is owned by the queue of
+weight gradients until W is captured, so no graph captured in between gets its memory. The buffer for the gradient of an
+output belongs to no queue, and all layers of a slot share it. An operand of W that lies there is copied in I.
 
 Based on megatron-core 0.19.2, ``transformer/cuda_graphs.py``, and Transformer Engine 2.16 to 2.20.2,
 ``pytorch/graph.py``.
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,25 +30,29 @@ from megatron.schedules.integration.gpu_libraries import ENGINE
 from megatron.schedules.integration.graphs.order import (
     MASK,
     GraphNumbers,
+    Place,
     engine_order,
+    graphed_passes,
     layer_passes,
     set_static_inputs,
+    share_masks,
 )
 from megatron.schedules.integration.graphs.replay import FUSED, Replay, memory_of
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.programs.program import Program
-from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.runtime.weight_gradients import Replayed, WeightGradients
+from megatron.schedules.schedule.graph_slots import captured_passes, graph_slots
 from megatron.schedules.schedule.kinds import Kind
 
 _ENGINE = "transformer_engine.pytorch.graph"
 # Arguments of Transformer Engine with a value for each callable.
 _FOR_EACH = ("enabled", "fp8_enabled", "capture_time_hooks")
 _Key = tuple[int, int]
-"""Number of a layer and microbatch (:class:`.GraphNumbers`) twice, in place of (stage, microbatch)."""
+"""Number of a layer and captured microbatch (:class:`.GraphNumbers`) twice, in place of (stage, microbatch)."""
 
 
 class CapturedGradients(WeightGradients):
-    """Queue of weight gradients while graphs are captured, with a key for each layer and microbatch."""
+    """Queue of weight gradients while graphs are captured, with a key for each layer and slot."""
 
     def enter(self, key: _Key | None) -> None:
         """Begins a forward or a backward, until the next begins; None for one that defers nothing."""
@@ -59,6 +63,12 @@ class CapturedGradients(WeightGradients):
     def end_input_gradient(self, key: _Key) -> None:
         """Ends the I of ``key``."""
         self._settle_newest(self._queue(key))
+
+    def size(self, key: _Key) -> Replayed:
+        """Returns what a graph of the W of ``key`` computes."""
+        queue = self._queue(key)
+        flops = sum(item.flops for item in queue if item.parameters)
+        return Replayed(flops, gathers=not all(item.alone for item in queue))
 
     def take(self, key: _Key) -> Iterator[tuple[Tensor, Tensor | None]]:
         """W: computes all gradients queued for ``key``; yields each parameter with its gradient, and closes the key.
@@ -93,40 +103,54 @@ class Capture:
         """Calls Transformer Engine's ``make_graphed_callables``. Arguments are stock's.
 
         Returns:
-            The graphs of each layer and microbatch, in stock's order.
+            The graphs of each layer and microbatch, in stock's order. Microbatches with one slot share them.
         """
-        layers, sample_kwargs = kwargs.pop("_num_layers_per_chunk"), kwargs["sample_kwargs"]
+        layers, sample_kwargs = kwargs.pop("_num_layers_per_chunk"), list(kwargs.pop("sample_kwargs"))
         numbers = GraphNumbers(layers, len(sample_args) // len(callables))
         by_chunk = _by_chunk(callables, layers)
-        passes = list(layer_passes(self.program, layers))
-        split = {each[1:] for each in passes if each.kind is Kind.W}
-        order = engine_order(passes, numbers, lambda chunk, layer: _defers(by_chunk[chunk][layer]))
+        listed = [name for name in _FOR_EACH if isinstance(kwargs.get(name), (tuple, list))]
+        for_each = {name: _by_chunk(kwargs[name], layers) for name in listed}
         shares_mask = not any(map(_reads_mask, callables))
-        set_static_inputs(order, sample_args, sample_kwargs, shares_mask=shares_mask)
-        modules = tuple(
-            self._module(by_chunk[chunk][layer], numbers(chunk, microbatch, layer), (chunk, microbatch, layer) in split)
-            for chunk, microbatch, layer in numbers
-        )
-        for name in _FOR_EACH:
-            if isinstance(kwargs.get(name), (tuple, list)):
-                of_layer = _by_chunk(kwargs[name], layers)
-                kwargs[name] = tuple(of_layer[chunk][layer] for chunk, _, layer in numbers)
-        kwargs |= {"_order": order, "_num_layers_per_chunk": [1] * len(modules), "sample_kwargs": sample_kwargs}
-        graphs = stock(modules, sample_args, **kwargs)
-        self.store.assert_empty()
-        first = {chunk: microbatch for kind, chunk, microbatch, _ in reversed(passes) if kind is Kind.F}
+        if shares_mask:
+            share_masks(sample_kwargs)
+        row, placement = graphed_passes(self.program), self.program.placement
+        slots, captured = graph_slots(row), dict[Place, _Graphs]()
+        for of_slot in captured_passes(row, slots):
+            passes = list(layer_passes(of_slot, placement, layers))
+            places = list(dict.fromkeys(each.place for each in passes))
+            if not places:
+                continue  # the stages of the slot have no layer with a graph
+            order = engine_order(passes, places, lambda chunk, layer: _defers(by_chunk[chunk][layer]))
+            args, named = ([samples[numbers(*place)] for place in places] for samples in (sample_args, sample_kwargs))
+            set_static_inputs(order, args, named, shares_mask=shares_mask)
+            split = {each.place for each in passes if each.kind is Kind.W}
+            modules = tuple(self._module(by_chunk[p.chunk][p.layer], numbers(*p), p in split) for p in places)
+            own = {name: tuple(values[p.chunk][p.layer] for p in places) for name, values in for_each.items()}
+            own |= {"_order": order, "_num_layers_per_chunk": [1] * len(modules), "sample_kwargs": named}
+            graphs = stock(modules, args, **kwargs | own)
+            self.store.assert_empty()
+            masks = [each.get(MASK) if shares_mask else None for each in named]
+            captured |= dict(zip(places, map(_Graphs, graphs, modules, masks), strict=True))
+        first = {work.stage: work.microbatch for work in reversed(row) if work.kind is Kind.F}
+        stages = placement.stages_of(self.program.rank)
         return tuple(
-            Replay(
-                graph,
-                self._stores,
-                self._volatile,
-                module.weights and module.weights.gradients,
-                is_first=first[chunk] == microbatch,
-                mask=named.get(MASK) if shares_mask else None,
+            self._replay(
+                captured[place._replace(microbatch=slots[stages[place.chunk], place.microbatch].captured)],
+                is_first=first[stages[place.chunk]] == place.microbatch,
             )
-            for graph, module, named, (chunk, microbatch, _) in zip(
-                graphs, modules, sample_kwargs, numbers, strict=True
-            )
+            for place in numbers
+        )
+
+    def _replay(self, graphs: _Graphs, *, is_first: bool) -> Replay:
+        weights = graphs.module.weights
+        return Replay(
+            graphs.callable,
+            self._stores,
+            self._volatile,
+            weights and weights.gradients,
+            is_first=is_first,
+            mask=graphs.mask,
+            size=weights and weights.size,
         )
 
     def _module(self, layer: Any, number: int, is_split: bool) -> Any:
@@ -159,7 +183,7 @@ def _reads_mask(layer: Any) -> bool:
 
 
 class _Captured(torch.nn.Module):
-    """One layer for one microbatch. ``weights`` is its W; None if I computes the weight gradients."""
+    """One layer in one slot. ``weights`` is its W; None if I computes the weight gradients."""
 
     def __init__(self, layer: torch.nn.Module, store: CapturedGradients, weights: Any) -> None:
         super().__init__()
@@ -172,7 +196,6 @@ class _Captured(torch.nn.Module):
         store.enter(key)
         if key is not None:
             self.weights()  # Transformer Engine notes the modules that it sees run
-            store.volatile.update(memory_of((hidden, *args, *kwargs.values())))
             hidden = _LayerInput.apply(hidden, partial(store.end_input_gradient, key))
         outputs = self.layer(hidden, *args, **kwargs)
         for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
@@ -199,6 +222,14 @@ class _LayerInput(torch.autograd.Function):
         return gradient, None
 
 
+class _Graphs(NamedTuple):
+    """The graphs of one layer in one slot: Transformer Engine's callable, what it captured, and the mask of all."""
+
+    callable: Any
+    module: _Captured
+    mask: Tensor | None
+
+
 @cache
 def _weights() -> Callable[..., Any]:
     """Returns the class of modules that compute W, of a kind for which Transformer Engine captures such a graph."""
@@ -206,12 +237,13 @@ def _weights() -> Callable[..., Any]:
     kind: Any = engine.BasicOperation
 
     class Weights(kind):
-        """W of one layer and microbatch; ``gradients`` are its parameters with their gradients, once captured."""
+        """W of one layer in one slot, with the parameters, their gradients and its size once it is captured."""
 
         def __init__(self, store: CapturedGradients, key: _Key) -> None:
             super().__init__()
             self.store, self.key = store, key
             self.gradients: list[tuple[Tensor, Any]] = []
+            self.size = Replayed()
 
         def forward(self) -> None:
             """Does nothing."""
@@ -229,6 +261,7 @@ def _weights() -> Callable[..., Any]:
         def backward_dw(self) -> None:
             """Computes them. Their memory is free for the next graph: a replay's gradients are used at once."""
             self.gradients.clear()
+            self.size = self.store.size(self.key)
             capturing = torch.cuda.is_current_stream_capturing()
             gradients = [(parameter, _result(parameter, g)) for parameter, g in self.store.take(self.key)]
             if capturing:

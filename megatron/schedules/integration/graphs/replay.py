@@ -1,4 +1,4 @@
-"""Replays the graphs of one layer and microbatch in a training call."""
+"""Replays the graphs of one layer for one microbatch in a training call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.linears.local import fused_gradient
-from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
+from megatron.schedules.runtime.weight_gradients import Key, Replayed, WeightGradients
 
 FUSED = "added to main_grad"
 """In place of a weight gradient that a graph adds to ``main_grad``."""
@@ -27,6 +27,7 @@ class Replay:
         stores: returns the queue of the running call; None in an evaluation.
         volatile: :attr:`.WeightGradients.volatile` of these queues; gets the memory of the outputs.
         gradients: parameters with the memory of their gradients, or with :data:`FUSED`; None if W has no graph.
+        size: size of the graph of W.
         mask: the static attention mask, if it serves all layers and microbatches because none reads it.
         is_first: whether it is the stage's first microbatch, whose forward quantizes the weights.
     """
@@ -40,9 +41,10 @@ class Replay:
         *,
         is_first: bool,
         mask: Tensor | None = None,
+        size: Replayed | None = None,
     ) -> None:
         self._graph, self._stores, self._volatile = graph, stores, volatile
-        self._gradients, self._is_first, self._mask = gradients, is_first, mask
+        self._gradients, self._size, self._is_first, self._mask = gradients, size, is_first, mask
         self._parameters = [parameter for parameter, _ in gradients or ()]
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +73,7 @@ class Replay:
     def _defer(self, store: WeightGradients, key: Key, *_: Any) -> None:
         if not store.defers(key):
             raise RuntimeError("a backward that a forward step runs itself cannot go through CUDA graphs")
-        store.defer(key, self._weight_gradients, parameters=self._parameters)
+        store.defer(key, self._weight_gradients, parameters=self._parameters, replayed=self._size or Replayed())
 
     def _weight_gradients(self) -> list[Tensor | None]:
         self._graph.backward_dw()
@@ -85,7 +87,7 @@ def memory_of(values: Iterable[Any]) -> Iterator[int]:
 
 
 class _Leaving(torch.autograd.Function):
-    """The input of a graph; copies its gradient."""
+    """The input of a graph; copies its gradient, which may still be sent when its slot is free for another microbatch."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
