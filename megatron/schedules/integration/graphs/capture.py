@@ -125,7 +125,9 @@ class Capture:
             set_static_inputs(order, args, named, shares_mask=shares_mask)
             split = {each.place for each in passes if each.kind is Kind.W}
             modules = tuple(self._module(by_chunk[p.chunk][p.layer], numbers(*p), p in split) for p in places)
-            own = {name: tuple(values[p.chunk][p.layer] for p in places) for name, values in for_each.items()}
+            own: dict[str, Any] = {
+                name: tuple(values[p.chunk][p.layer] for p in places) for name, values in for_each.items()
+            }
             own |= {"_order": order, "_num_layers_per_chunk": [1] * len(modules), "sample_kwargs": named}
             graphs = stock(modules, args, **kwargs | own)
             self.store.assert_empty()

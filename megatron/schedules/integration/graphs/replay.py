@@ -87,7 +87,7 @@ def memory_of(values: Iterable[Any]) -> Iterator[int]:
 
 
 class _Leaving(torch.autograd.Function):
-    """The input of a graph; copies its gradient, which may still be sent when its slot is free for another microbatch."""
+    """The input of a graph; copies its gradient, which may still be on its way when the slot is used again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
