@@ -7,7 +7,8 @@ Our hooks are in megatron-core alone, as where Megatron-LM's loop is not install
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -56,7 +57,13 @@ class _Loop:
         self, forward_step: Any, chunks: list[Any], optimizer: Any, scheduler: Any, samples: Any, *others: Any, **_: Any
     ) -> tuple[int, float]:
         """Trains, and returns what Megatron-LM's function does: iterations and arithmetic."""
-        args, config = self._without_arguments(), others[2]
+        with self._without_arguments() as args:
+            self._iterate(args, forward_step, chunks, optimizer, scheduler, samples, others[2])
+        return args.train_iters, 0.0
+
+    def _iterate(
+        self, args: Any, forward_step: Any, chunks: list[Any], optimizer: Any, scheduler: Any, samples: Any, config: Any
+    ) -> None:
         destroy_rerun_state_machine()  # which wants to hear of each step
         config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
         if args.overlap_grad_reduce:
@@ -80,24 +87,22 @@ class _Loop:
         if args.overlap_param_gather:
             for chunk in chunks:
                 chunk.disable_forward_pre_hook()
-        global_vars._GLOBAL_ARGS = args
-        return args.train_iters, 0.0
 
     def evaluate(self, _: str, forward_step: Any, samples: Any, chunks: list[Any], *others: Any, **more: Any) -> None:
         """Runs forwards alone."""
-        args = self._without_arguments()
         for chunk in chunks:
             chunk.eval()
-        microbatches = args.eval_global_batch_size // (self._rows * parallel_state.get_data_parallel_world_size())
-        with torch.no_grad():
+        with self._without_arguments() as args, torch.no_grad():
+            microbatches = args.eval_global_batch_size // (self._rows * parallel_state.get_data_parallel_world_size())
             self._seen["evaluations"] += self._mean(forward_step, samples, chunks, microbatches, forward_only=True)
-        global_vars._GLOBAL_ARGS = args
 
-    def _without_arguments(self) -> Any:
-        """Takes Megatron's arguments away, which nothing of ours may need, and returns them."""
+    @contextmanager
+    def _without_arguments(self) -> Iterator[Any]:
+        """Takes Megatron's arguments away meanwhile, which nothing of ours may need."""
         args, global_vars._GLOBAL_ARGS = global_vars.get_args(), None
         self._rows, self._length = args.micro_batch_size, args.seq_length
-        return args
+        yield args
+        global_vars._GLOBAL_ARGS = args
 
     def _mean(
         self, forward_step: Any, samples: Any, chunks: list[Any], microbatches: int, forward_only: bool = False

@@ -80,7 +80,6 @@ RUN = """
 import json, sys, traceback
 import torch
 from tests.support import cuda_graphs as model
-from tests.waiting import HANGS_S
 model.install()
 failures = {}
 for name, text in json.load(sys.stdin).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.schedule.graph_slots import captured_passes, graph_slots
+from megatron.schedules.schedule.graph_slots import WITH_GRAPHS, captured_passes, graph_slots
 from megatron.schedules.schedule.kinds import Kind, Pass
 
 SIZES = [
@@ -21,7 +21,7 @@ SIZES = [
 
 def rows(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
     order = plan(Request(schedule, ranks, microbatches)).order
-    return [[work for work in row if work.kind in (Kind.F, Kind.I, Kind.W, Kind.B)] for row in order]
+    return [[work for work in row if work.kind in WITH_GRAPHS] for row in order]
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), SIZES)

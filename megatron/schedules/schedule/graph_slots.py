@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import Kind, Pass
+from megatron.schedules.schedule.kinds import SPLIT, WHOLES, Kind, Pass
 
-_WITH_GRAPHS = (Kind.F, Kind.I, Kind.W, Kind.B)
+WITH_GRAPHS = frozenset((*SPLIT, *WHOLES.values()))
+"""Kinds of pass that run through layers, whose graphs they replay."""
+
 _Key = tuple[int, int]
+"""Stage and microbatch."""
 
 
 class GraphSlot(NamedTuple):
@@ -35,7 +38,7 @@ def graph_slots(row: Sequence[Pass]) -> dict[_Key, GraphSlot]:
     Returns:
         The slot of each (stage, microbatch).
     """
-    last = {(stage, microbatch): at for at, (stage, kind, microbatch) in enumerate(row) if kind in _WITH_GRAPHS}
+    last = {(stage, microbatch): at for at, (stage, kind, microbatch) in enumerate(row) if kind in WITH_GRAPHS}
     split = {(stage, microbatch) for stage, kind, microbatch in row if kind is Kind.W}
     slots: dict[_Key, GraphSlot] = {}
     free: list[int] = []
@@ -60,6 +63,6 @@ def captured_passes(row: Iterable[Pass], slots: dict[_Key, GraphSlot]) -> list[l
     passes: dict[int, list[Pass]] = {}
     for work in row:
         slot = slots.get((work.stage, work.microbatch))
-        if slot is not None and slot.captured == work.microbatch and work.kind in _WITH_GRAPHS:
+        if slot is not None and slot.captured == work.microbatch and work.kind in WITH_GRAPHS:
             passes.setdefault(slot.number, []).append(work)
     return list(passes.values())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.schedules.programs.program import Program
+from megatron.schedules.schedule.graph_slots import WITH_GRAPHS
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement
 
@@ -62,8 +63,7 @@ class GraphNumbers:
 
 def graphed_passes(program: Program) -> list[Pass]:
     """Returns the passes of ``program`` that run through layers, in order."""
-    kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
-    return [Pass(each.stage, Kind(each.op), each.microbatch) for each in program.actions if each.op in kinds]
+    return [Pass(each.stage, Kind(each.op), each.microbatch) for each in program.actions if each.op in WITH_GRAPHS]
 
 
 def layer_passes(row: Iterable[Pass], placement: Placement, layers: Sequence[int]) -> Iterator[LayerPass]:
