@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
@@ -207,7 +208,7 @@ def test_every_plan_of_every_size_is_proved_whatever_its_costs(name: str):
     sizes = ((2, 7), (4, 16), (5, 3), (8, 16), (16, 9)) if name == "adaptive" else ((2, 7), (4, 16), (7, 30), (16, 9))
     for (d, n), costs in product(sizes, ("1,1.1,0.75", REAL, "1,1,1,7")):
         request = Request(name, d, n, Costs.parse(costs), memory_limit=1.0, search_seconds=0.02)
-        schedule = plan(request)
+        schedule = make_plan(request).schedule
         check(lower(schedule, request.costs.on(schedule.placement)))
         check(lower(schedule))
 
