@@ -25,11 +25,13 @@ from megatron.schedules.utils.errors import PlanError
 from tests.integration.dry_runs import planned, short_searches
 from tools._iteration import Setting, estimate
 from tools._methods import ADAPTIVE, METHODS, SAVING
+from tools._pasted import flags
 
 pytestmark = pytest.mark.nightly
 
 # Each takes seconds.
 EXAMPLES = 6
+MORE = [ADAPTIVE, SAVING[0]]
 SCHEDULES = [name for name in NAMES if name not in ("file", "adaptive")]
 RECOMPUTE = [
     "",
@@ -48,7 +50,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(draw: Any) -> str:
     """Flags of a model whose layers divide by 16 stages, and of its training."""
     hidden = draw(st.sampled_from([1024, 2048, 4096]))
-    flags = [
+    words = [
         f"--num-layers {draw(st.sampled_from([16, 32, 48]))} --hidden-size {hidden}",
         f"--num-attention-heads {hidden // 128} --seq-length 4096 --max-position-embeddings 4096",
         f"--vocab-size {draw(st.sampled_from([8000, 32000, 128256]))} --untie-embeddings-and-output-weights",
@@ -56,7 +58,7 @@ def models(draw: Any) -> str:
         draw(st.sampled_from(["--position-embedding-type rope", ""])),
         "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer",
     ]
-    return " ".join(flag for flag in flags if flag)
+    return " ".join(word for word in words if word)
 
 
 def of_dry_run(flags: str) -> JobPlan | None:
@@ -115,7 +117,7 @@ def test_the_grid_searchs_estimate_is_a_dry_run_of_the_flags_that_it_prints(file
     pipeline = data.draw(st.sampled_from([2, 4, 8]))
     of_device = replace(DEVICES["A100-80GB"], memory=data.draw(st.sampled_from([8, 16, 40, 80])) * GIB)
     setting = Setting(
-        data.draw(st.sampled_from([*METHODS, ADAPTIVE, SAVING[0]])),
+        data.draw(st.sampled_from([method._replace(chunks=method.chunks or 2) for method in METHODS] + MORE)),
         model,
         of_device,
         data=data.draw(st.sampled_from([1, 2])),
@@ -133,12 +135,13 @@ def test_the_grid_searchs_estimate_is_a_dry_run_of_the_flags_that_it_prints(file
         except PlanError:
             assert setting.method.is_searched  # which has no memory left
             return
-        job = planned(shlex.split(f"{model.flags} {setting.flags} {dry_run}"))
+        ours = f"--pipeline-schedule {setting.choice.text}" if setting.method.is_stock else ""
+        job = planned(shlex.split(f"{model.flags} {flags(found)} {ours} {dry_run}"))
         exact = replace(job.spec, times=setting.spec.times, settings=replace(job.spec.settings, costs=None))
         timed = plan_job(exact, machine_of(exact))
     assert timed.plan.bubble == found.bubble
     assert timed.memory == found.ranks
-    assert timed.layers == setting.layers
+    assert timed.layers == found.outcome.layers
     assert timed.fits(of_device.memory) == found.fits
     if not setting.method.is_searched:
         assert job.fits(of_device.memory) == found.fits
@@ -150,14 +153,14 @@ def test_the_grid_searchs_estimate_is_a_dry_run_of_the_flags_that_it_prints(file
 def test_the_smallest_limit_that_an_error_names_works(data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from([2, 4]))
     schedule = data.draw(st.sampled_from(["auto", "auto:3", "adaptive", "adaptive:2"]))
-    flags = (
+    asked = (
         f"{data.draw(models())} {data.draw(st.sampled_from(RECOMPUTE))} --micro-batch-size 1 "
         f"--pipeline-model-parallel-size {ranks} --global-batch-size {2 * ranks} --pipeline-dry-run {ranks} "
         f"--pipeline-schedule {schedule} --pipeline-memory-limit"
     )
     with short_searches():
         with pytest.raises(PlanError, match="is the smallest that works") as refused:
-            planned(shlex.split(f"{flags} 0.02GiB"))
+            planned(shlex.split(f"{asked} 0.02GiB"))
         named = str(refused.value).removesuffix("GiB is the smallest that works").split()[-1]
-        job = planned(shlex.split(f"{flags} {named}GiB"))
+        job = planned(shlex.split(f"{asked} {named}GiB"))
     assert max(rank.activations + rank.messages for rank in job.memory) <= float(named) * GIB

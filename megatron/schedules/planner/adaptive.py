@@ -33,8 +33,8 @@ _LEAST_SECONDS = 0.003
 _SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS, _FEWEST_ROUNDS = (400, 700), 0.1, 5.0, 0.1, 20
 # Chunks per rank if memory is scarce and the request does not say how many.
 _FINER_CHUNKS = 8
-# Factor on the search time with a shared vocabulary: S and T add a third more passes.
-_WITH_VOCABULARY = 1.5
+# Factor on the search time where a plan has more passes than F, I and W: S and T add a third, R, or O and L, as many.
+_WITH_MORE_PASSES = 1.5
 
 
 def placements(request: Request) -> list[Placement]:
@@ -113,10 +113,11 @@ def default_seconds(ranks: int, microbatches: int) -> float:
 def search_seconds(request: Request) -> float:
     """Search time for ``request``, in seconds on one core.
 
-    It is the default if the request gives none, times 1.5 if S and T must be placed, too.
+    It is the default if the request gives none, times 1.5 if S and T, R, or O and L must be placed, too.
     """
     usual = default_seconds(request.ranks, request.microbatches)
-    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.model.shared_vocabulary else usual)
+    more = request.costs.model.shared_vocabulary or bool(request.decisions.mean_savings)
+    return request.search_seconds or (_WITH_MORE_PASSES * usual if more else usual)
 
 
 def expected_seconds(request: Request) -> float:

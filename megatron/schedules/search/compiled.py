@@ -108,22 +108,27 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     import numba
 
     known: dict[str, Callable[..., Any]] = {}
-    for heap in (first_of, heappush, heapreplace, heappop):
-        known[heap.__name__] = numba.njit(calling(heap, known), inline="always")
-    for function in (list_schedule, set_left, one_round, settle, moves.put, moves.fits):
-        known[function.__name__] = numba.njit(calling(function, known))
+    on_heaps = first_of, heappush, heapreplace, heappop
+    for function in (*on_heaps, list_schedule, set_left, one_round, settle, *moves.CALLED):
+        # Python calls none of them. Wrappers for that would take half as long to compile again.
+        known[function.__name__] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(calling(function, known))
     ints, floats, whole, number = *arrays(), numba.int64, numba.float64
     sizes, orders = named_tuple(Sizes, ints, *(floats,) * 7), named_tuple(Orders, ints, ints)
     tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole, number))
     types: Any = numba.types
-    folder = _cache_folder()
-    if folder is None or not any(folder.rglob(f"*.{moves.climb.__name__}-*.nbi")):  # numba's index of what it has kept
+    if not is_kept():
         warn_once("compiling the search for this machine, which is done once and takes half a minute")
     result = types.Tuple((number, number, whole, whole))
     return kept_code(
         calling(moves.climb, known),
         result(*tasks, numba.from_dtype(_MOVES)[::1], number, work_type(), orders, number, orders, number),
     )
+
+
+def is_kept() -> bool:
+    """Checks whether :func:`compiled_climb` loads machine code of an earlier process, instead of compiling."""
+    folder = _cache_folder()
+    return folder is not None and any(folder.rglob(f"*.{moves.climb.__name__}-*.nbi"))  # numba's index of what it kept
 
 
 def records(drawn: Iterable[Move]) -> Any:
@@ -228,11 +233,18 @@ def _cache_folder() -> Path | None:
     return folder / COMPILED / f"{code_version(_COMPILED_ROOMS)[:16]}-{numba.__version__}-{cpu}"
 
 
-def _compiled(function: Callable[..., Any], signature: Any, cache_folder: Path | None) -> Callable[..., Any]:
-    """Compiles ``function``; loads it from ``cache_folder``, if there is one, or writes it there."""
+def _njit(**options: bool) -> Callable[..., Any]:
+    """Returns numba's decorator with ``options``, some of which its type stubs do not know."""
     import numba
 
-    made: Any = numba.njit(nogil=True)(function)
+    njit: Any = numba.njit
+    made: Callable[..., Any] = njit(**options)
+    return made
+
+
+def _compiled(function: Callable[..., Any], signature: Any, cache_folder: Path | None) -> Callable[..., Any]:
+    """Compiles ``function``; loads it from ``cache_folder``, if there is one, or writes it there."""
+    made: Any = _njit(nogil=True, no_cfunc_wrapper=True)(function)
     if isinstance(made, FunctionType):  # $NUMBA_DISABLE_JIT
         return made
     if cache_folder:

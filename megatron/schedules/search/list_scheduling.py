@@ -356,7 +356,8 @@ def list_schedule(
                 wake = ready[task]
             # A rank that chooses before that sees the task anyway. With noise, one more choice draws one more random
             # number.
-            wake = max(wake, free_at[other])
+            if wake < free_at[other]:
+                wake = free_at[other]
             if noise > 0 or wake < wakes[other]:
                 wakes[other] = min(wake, wakes[other])
                 heappush(events, (wake, other))

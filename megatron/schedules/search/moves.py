@@ -124,6 +124,16 @@ def fits(both: Both, limits: Any, passes: Any) -> bool:
     return True
 
 
+def copy(source: Any, target: Any) -> None:
+    """Overwrites ``target`` with ``source``. Compiling ``target[:] = source`` takes a second."""
+    for at in range(len(target)):
+        target[at] = source[at]
+
+
+CALLED = put, fits, copy
+"""Functions of this module that :func:`climb` calls."""
+
+
 def climb(
     both: Both,
     limits: Any,
@@ -161,7 +171,7 @@ def climb(
     while spent < rounds and done < len(moves) and shortest > rules.enough:
         move = moves[done]
         done += 1
-        new.microbatches[:] = now.microbatches
+        copy(now.microbatches, new.microbatches)
         moved = move.source != move.to
         if moved:
             if move.swap:
@@ -196,9 +206,13 @@ def climb(
         )
         spent += taken
         if reached <= length + rules.threshold:
-            now.microbatches[:], now.passes[:], length = new.microbatches, new.passes, reached
+            copy(new.microbatches, now.microbatches)
+            copy(new.passes, now.passes)
+            length = reached
             if reached < shortest - EPSILON:
-                best.microbatches[:], best.passes[:], shortest = new.microbatches, new.passes, reached
+                copy(new.microbatches, best.microbatches)
+                copy(new.passes, best.passes)
+                shortest = reached
         elif moved:
             put(both, sizes, now.microbatches)
     return length, shortest, spent, done

@@ -28,7 +28,7 @@ from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, 
 from megatron.schedules.schedule.simulator import Timeline, peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
-from megatron.schedules.search.rounds import Rounds, recosted
+from megatron.schedules.search.rounds import Rounds, pays_off, recosted
 from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.progress import Progress, unheard
 
@@ -36,8 +36,6 @@ from megatron.schedules.utils.progress import Progress, unheard
 # plan of any size is scheduled at least forward, backward and forward again, so the time is linear in its size.
 _PASSES = 250_000
 _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
-# Number of passes that Python schedules in the time that compiling takes. Compiled code needs almost no time for them.
-_MOST_INTERPRETED = 700_000
 
 
 @dataclass
@@ -103,8 +101,8 @@ def _numbered(schedule: Schedule, costs: StageCosts, rounds: int) -> tuple[Tasks
         before, known, tasks, passes, made = plans.last
         if before.placement == schedule.placement and before.order == schedule.order and known.links_as(costs):
             return tasks, passes, recosted(made, schedule, costs)
+    compiled = bool(plans and plans.compiled) or pays_off(rounds * sum(map(len, schedule.order)))
     tasks, passes = tasks_of(schedule, costs)
-    compiled = bool(plans and plans.compiled) or rounds * len(passes) > _MOST_INTERPRETED
     made = Rounds(tasks, compiled=compiled)
     if plans and compiled:
         plans.last = schedule, costs, tasks, passes, made
@@ -117,7 +115,7 @@ def many_plans(passes: float) -> Iterator[None]:
 
     The plans are the same either way; only the time differs.
     """
-    before = _plans.set(_Plans(passes > _MOST_INTERPRETED))
+    before = _plans.set(_Plans(pays_off(passes)))
     try:
         yield
     finally:

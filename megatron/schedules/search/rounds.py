@@ -13,6 +13,24 @@ from megatron.schedules.search.forward_backward import Both, Work, settle
 from megatron.schedules.search.list_scheduling import NEVER, Policy, sound, space_for
 from megatron.schedules.search.tasks import Tasks, messages_of_tasks
 
+# Passes that Python schedules while compiled code is loaded, or compiled, which needs almost no time for them.
+_LOADING, _COMPILING = 700_000, 1_600_000
+
+
+def pays_off(passes: float) -> bool:
+    """Checks whether compiled code takes less time than Python to schedule ``passes`` passes, counted in all rounds.
+
+    If so, it is ready at the end: compiling takes memory that must not add to that of the passes.
+    """
+    if passes <= _LOADING:
+        return False
+    from megatron.schedules.search.compiled import compiled_climb, is_kept
+
+    if passes <= _COMPILING and not is_kept():
+        return False
+    compiled_climb()
+    return True
+
 
 class Rounds:
     """Rounds of list scheduling, forward and backward in time.

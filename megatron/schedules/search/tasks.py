@@ -39,10 +39,10 @@ def flags(values: Iterable[bool]) -> array[int]:
     return array("b", values)
 
 
-def _shared[Number: float](numbers: Iterable[Number]) -> list[Number]:
+def _shared[Number: float](numbers: Sequence[Number]) -> list[Number]:
     """Returns a list in which equal numbers are one object."""
     one: dict[Number, Number] = {}
-    return [one.setdefault(number, number) for number in numbers]
+    return list(map(one.setdefault, numbers, numbers))
 
 
 @dataclass(frozen=True)
