@@ -162,21 +162,21 @@ HYBRID = f"{MODERN} --hybrid-layer-pattern *-*-*-*-"
 HYBRID_MOE = f"{MOE} --hybrid-layer-pattern *E*E*E*E"
 ONE_SIZE = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
 IN_HYBRID = {
-    LAYERS: (("v-half",), HYBRID),
-    ATTENTION: (("zb-1p", "v-half"), HYBRID),
-    MLP: (("v-half",), HYBRID),
-    ATTENTION_AND_MLP: (("v-half",), HYBRID),
-    BOTH: (("v-half",), HYBRID_MOE),
-    ROUTER: (("v-half",), HYBRID_MOE),
-    SCORES: (("v-half",), HYBRID_MOE),
-    ATTENTION_AND_SCORES: (("v-half",), HYBRID_MOE),
-    EXPERTS: (("v-half",), f"{HYBRID_MOE} {ONE_SIZE}"),
+    LAYERS: HYBRID,
+    ATTENTION: HYBRID,
+    MLP: HYBRID,
+    ATTENTION_AND_MLP: HYBRID,
+    BOTH: HYBRID_MOE,
+    ROUTER: HYBRID_MOE,
+    SCORES: HYBRID_MOE,
+    ATTENTION_AND_SCORES: HYBRID_MOE,
+    EXPERTS: f"{HYBRID_MOE} {ONE_SIZE}",
 }
-"""For what stock captures, the schedules and the flags of the hybrid model of the same layers."""
+"""For what stock captures, the flags of the hybrid model of the same layers."""
 NIGHT |= {
     f"hybrid model, {WHAT[graphs]}, {schedule}": Job(schedule, graphs, flags)
-    for graphs, (schedules, flags) in IN_HYBRID.items()
-    for schedule in schedules
+    for graphs, flags in IN_HYBRID.items()
+    for schedule in ("zb-1p", "v-half")
 }
 JOBS = DAY | NIGHT
 EACH_IN_FLIGHT = {"odd microbatches", "FP8 tensorwise, primary weights"}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.as_hybrid import HybridModels
 from tests.integration.conftest import Training
-from tests.integration.features import FACTORS, FEATURES, SCHEDULES
+from tests.integration.features import SCHEDULES
 from tests.integration.server import Megatron
 from tests.integration.test_checkpoints import (
     saved,
@@ -54,22 +54,7 @@ __all__ = [
     "test_same_losses_and_gradients_to_the_bit",
     "test_the_same_is_logged",
 ]
-# Under one schedule more: much of what depends on which layers a stage holds, and on which ranks its weights are.
-VARIED = [
-    *(name for name in FACTORS["model"] if name in FEATURES),
-    "tensor parallel 2",
-    "tensor and sequence parallel 2",
-    "data parallel 2",
-    "tensor and data parallel 2",
-    "gradient clipping",
-    "overlapped gradient reduction",
-    "distributed optimizer",
-    "resume from a checkpoint, to the bit",
-    "LoRA: frozen model, low-rank adapters",
-    "packed documents",
-    "packed conversations (--sft)",
-]
-pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES, with_features=VARIED)
+pytestmark = pytest.mark.another_model("hybrid", "zb-1p", "v-half", one_more_of=SCHEDULES)
 
 
 @pytest.fixture(scope="module")

@@ -216,6 +216,9 @@ def _written(output: Any, parts: dict[str, Any]) -> None:
 def _blocked(x: Tensor, quantizer: Any, output: Any, kind: str, copies: dict[str, Any]) -> Any:
     if output is None:
         return _made(quantizer, kind, x, copies)
+    for name in _COPIES:
+        if copies[name] is None:  # what is not asked for would be stale: the compiled half leaves none
+            setattr(output, f"_{name}", None)
     _written(output, copies)
     return output
 
