@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.schedules.utils.output_files import write_text
+from megatron.schedules.utils.output_files import make_folder, write_text
 from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
 
@@ -57,17 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--megabytes", type=float, default=6.0, help="most text to take, in 10^6 bytes")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.megabytes < math.inf:
+    most = 1e6 * arguments.megabytes
+    if not 0 < most < math.inf:
         parser.error(f"--megabytes must be a number above 0, not {arguments.megabytes:g}")
-    if not arguments.output.name or arguments.output.is_dir():
-        parser.error(f"--output {arguments.output} is a folder: name a file")
 
     library = Path(sysconfig.get_path("stdlib"))
-    found = list(documents(library, int(arguments.megabytes * 1e6)))
+    found = list(documents(library, int(most)))
     if not found:
         parser.error(f"--megabytes: no source file of at most {arguments.megabytes:g} MB in {library}")
     try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(arguments.output.parent)
         write_text(arguments.output, "".join(json.dumps({"path": path, "text": text}) + "\n" for path, text in found))
     except OSError as error:
         parser.error(f"--output: cannot write {arguments.output}: {error.strerror}")

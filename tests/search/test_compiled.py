@@ -18,6 +18,7 @@ from megatron.schedules.search.compiled import compiled_climb, kept_code, record
 from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import Instance
 from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules
+from megatron.schedules.search.rounds import pays_off
 from megatron.schedules.utils.private_folder import PLANS_VARIABLE, warn_once
 from tests.waiting import HANGS_S
 
@@ -118,6 +119,19 @@ def test_the_first_search_on_a_machine_says_that_it_compiles(
     warn_once.cache_clear()
     anew()
     assert len(caplog.messages) == 1, "it has been compiled before"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("passes", "is_kept", "pays"), [(1e5, True, False), (1e6, True, True), (1e6, False, False), (1e7, False, True)]
+)
+def test_fewer_passes_pay_for_loading_than_for_compiling(
+    passes: float, is_kept: bool, pays: bool, monkeypatch: pytest.MonkeyPatch
+):
+    ready: list[bool] = []
+    monkeypatch.setattr(compiled, "is_kept", lambda: is_kept)
+    monkeypatch.setattr(compiled, "compiled_climb", lambda: ready.append(True))
+    assert pays_off(passes) == bool(ready) == pays
 
 
 def test_another_version_of_the_code_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch):

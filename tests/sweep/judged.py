@@ -10,8 +10,11 @@ from tests.sweep.worker import Call, Ending
 
 _LONGEST_LINE = 1000
 _PROGRESS = re.compile(r"^(?:(?:planning|placing|choosing) .* after \d+ s|  \d+ documents, .* MB/s)\n", re.MULTILINE)
-# A cache that cannot be used costs time, and no job its plan.
-_WARNING = re.compile(r"^.* is not used: .*; plans and compiled code are not cached, unless .*\n", re.MULTILINE)
+# A cache that cannot be used, or that is new, costs time, and no job its plan.
+_WARNING = re.compile(
+    r"^.*(?: is not used: .*; plans and compiled code are not cached, unless |: compiling the search for ).*\n",
+    re.MULTILINE,
+)
 # What Megatron's own parser refuses it says after its usage.
 _MEGATRONS = re.compile(r"\Ausage: pretrain_gpt\.py .*?\n(?=pretrain_gpt\.py: error: )", re.DOTALL)
 # Whether a limit is too small depends on every other flag.

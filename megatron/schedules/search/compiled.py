@@ -117,7 +117,7 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole, number))
     types: Any = numba.types
     if not is_kept():
-        warn_once("compiling the search for this machine, which is done once and takes half a minute")
+        warn_once("compiling the search for this machine, which is done once and takes some ten seconds")
     result = types.Tuple((number, number, whole, whole))
     return kept_code(
         calling(moves.climb, known),
