@@ -127,6 +127,9 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
 
 def is_kept() -> bool:
     """Checks whether :func:`compiled_climb` loads machine code of an earlier process, instead of compiling."""
+    private = private_folder()
+    if private is None or not any((private / COMPILED).glob(f"{_sources()}-*")):
+        return False  # known without numba, whose import takes half a second
     folder = _cache_folder()
     return folder is not None and any(folder.rglob(f"*.{moves.climb.__name__}-*.nbi"))  # numba's index of what it kept
 
@@ -230,7 +233,11 @@ def _cache_folder() -> Path | None:
         return None
     # numba names files alike for all CPUs, so processes on different machines need different folders.
     cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
-    return folder / COMPILED / f"{code_version(_COMPILED_ROOMS)[:16]}-{numba.__version__}-{cpu}"
+    return folder / COMPILED / f"{_sources()}-{numba.__version__}-{cpu}"
+
+
+def _sources() -> str:
+    return code_version(_COMPILED_ROOMS)[:16]
 
 
 def _njit(**options: bool) -> Callable[..., Any]:
