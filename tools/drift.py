@@ -19,6 +19,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Row(NamedTuple):
     why: str = ""
 
 
+@cache
 def touched() -> Mapping[str, list[Touch]]:
     """Returns all names that the package touches, each with the places."""
     found = touches(PACKAGE)
