@@ -41,7 +41,8 @@ from megatron.schedules.utils.printable import printable
 
 _WARM_UP = 2  # iterations before the one that is recorded
 _LAYERS_A_STAGE = 4
-_LONGEST_MS = 120_000  # of an iteration: ranks sleep for as long as they are asked to
+_LONGEST_MS = 10_000  # of an iteration: ranks sleep for as long as they are asked to
+_SLOWEST = 1e6
 
 
 # The flag of each part of a request.
@@ -198,12 +199,12 @@ def _slow(text: str | None) -> tuple[int, float]:
     stage, _, factor = text.partition("=")
     try:
         found = int(stage), float(factor)
-        if not 0 < found[1] < math.inf:
+        if not 0 < found[1] <= _SLOWEST:
             raise ValueError(text)
         return found
     except ValueError:
         raise PlanError(
-            f"--slow {text!r} is no stage and how many times as long it takes: write it as in 2=1.5"
+            f"--slow {text!r} is no stage and how many times as long it takes, up to {_SLOWEST:g}: write it as in 2=1.5"
         ) from None
 
 

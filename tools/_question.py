@@ -98,12 +98,14 @@ class Question:
     def promises(self, method: Method) -> Iterator[Promise]:
         """Yields bounds of all settings of ``method``, including those that do not fit. Some cannot run."""
         own = self.own.method.chunks if self.own is not None else 1
+        ranks = len(self.model.whole.shape.layers) + 2  # on more, some would have no layer, nor an end
         for stages in self.stages(method):
             at = stages.setting
             pipelines = [
                 pipeline
                 for pipeline in _divisors(at.data)
                 if (pipeline > 1 or method.schedule == "1f1b")
+                and pipeline <= ranks
                 and self.global_batch % (at.data // pipeline * at.micro_batch) == 0
             ]
             yield from stages.promises(self.tried_recomputes, pipelines, own)

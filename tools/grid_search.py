@@ -71,7 +71,7 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model", "recipe": "--recipe"}
 @click.option(
     "--bridge",
     "folder",
-    type=click.Path(path_type=Path),
+    type=Path,
     help="Unpacked wheel of megatron-bridge, which has the recipe (docs/recipes.md).",
 )
 @click.option(
@@ -136,7 +136,7 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model", "recipe": "--recipe"}
 )
 @click.option(
     "--costs-file",
-    type=click.Path(path_type=Path),
+    type=Path,
     help="A cost profile measured by tools/profile_passes.py on this device; it corrects the roofline.",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes to search in.")
@@ -148,7 +148,7 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model", "recipe": "--recipe"}
     show_default=True,
     help="csv has the flags too.",
 )
-@click.option("--output", type=click.Path(path_type=Path), help="A file to write to, instead of standard output.")
+@click.option("--output", type=Path, help="A file to write to, instead of standard output.")
 @click.option(
     "--validate",
     is_flag=True,

@@ -50,7 +50,7 @@ _NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "Multimod
 _DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_WORKERS = 1024  # more is a slip of the finger, and each is a process
-_LONGEST_LINE = 2**28  # bytes; a file without line ends would be read into memory whole
+_LONGEST = 2**28  # bytes of a document; a file without line ends would be read into memory whole
 _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
@@ -119,7 +119,10 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
             if is_jsonl(path, input_format):
                 yield from _read_jsonl(path, keys)
             else:
-                data = path.read_bytes()
+                with path.open("rb") as file:
+                    data = file.read(_LONGEST + 1)
+                if len(data) > _LONGEST:
+                    raise InputError(f"--input {path}: a text of more than {_LONGEST >> 20} MiB; each is one document")
                 yield Document((data.decode("utf-8-sig"),), len(data))
         except OSError as error:
             raise InputError(f"--input {path}: {error.strerror}") from error
@@ -129,10 +132,10 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
 
 def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST + 1), b""), start=1):
             where = f"--input {path}:{number}"
-            if len(line) > _LONGEST_LINE:
-                raise InputError(f"{where}: a line of more than {_LONGEST_LINE >> 20} MiB; each is one JSON object")
+            if len(line) > _LONGEST:
+                raise InputError(f"{where}: a line of more than {_LONGEST >> 20} MiB; each is one JSON object")
             if not line.strip():
                 continue
             try:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.layer_pattern import model_layers
+from megatron.schedules.estimate.layer_pattern import hybrid_layers, model_layers
 from megatron.schedules.integration.environment import whole_variable
 from megatron.schedules.integration.flags.arguments import model_facts
 from megatron.schedules.integration.flags.declared import add_arguments
@@ -103,13 +103,18 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     letters, ahead = (GPT,) * own.num_layers if not hybrid else (), own.mtp_num_layers
     if hybrid:
         own.num_experts = any(word.partition("=")[0] == "--num-experts" for word in others)
+        if hybrid_layers(own) is None:
+            parser.error(f"{_HYBRID[0]} names no layers")
         try:
             letters, of_prediction = model_layers(own)
         except ValueError as error:
             parser.error(str(error))
         ahead = ahead or len(of_prediction)
     if ahead:
-        parser.error("multi-token prediction is not measured here: leave it out, or measure a job (--pipeline-measure)")
+        parser.error(
+            f"{'--mtp-num-layers' if own.mtp_num_layers else _HYBRID[0]}: multi-token prediction is not measured here: "
+            "leave it out, or measure a job (--pipeline-measure)"
+        )
     in_chunk = {kind: own.profile_layers or _in_chunk(letters.count(kind), own) for kind in dict.fromkeys(letters)}
     parallel = own.tensor_model_parallel_size * own.context_parallel_size
     if parallel != processes:

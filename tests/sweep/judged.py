@@ -17,6 +17,13 @@ _WARNING = re.compile(
 )
 # What Megatron's own parser refuses it says after its usage.
 _MEGATRONS = re.compile(r"\Ausage: pretrain_gpt\.py .*?\n(?=pretrain_gpt\.py: error: )", re.DOTALL)
+# Older names of a flag, and flags whose value is told with others.
+_TOLD_AS = {
+    "--hybrid-override-pattern": "--hybrid-layer-pattern",
+    "--external-cuda-graph": "--cuda-graph-impl",
+    "--decoder-first-pipeline-num-layers": "--pipeline-layers",
+    "--decoder-last-pipeline-num-layers": "--pipeline-layers",
+}
 # Whether a limit is too small depends on every other flag.
 _OF_ALL = ("--memory-limit: a memory limit", "--pipeline-memory-limit: a memory limit")
 
@@ -49,7 +56,8 @@ def fault(call: Call, ending: Ending, program: str, good: tuple[int, ...]) -> st
         return "refused in other than one line"
     if len(err) >= _LONGEST_LINE and not by_megatron:
         return "refused in a line that is too long"
-    if call.flags and not any(flag in err for flag in (*call.flags, *_OF_ALL)):
+    told = (*call.flags, *(_TOLD_AS[flag] for flag in call.flags if flag in _TOLD_AS), *_OF_ALL)
+    if call.flags and not any(flag in err for flag in told):
         return f"refused without the flag {' or '.join(call.flags)}"
     return ""
 

@@ -149,10 +149,11 @@ def test_a_bad_line_is_named(
 def test_a_file_without_line_ends_is_not_read_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "_LONGEST_LINE", 2**20)
-    with (tmp_path / "a.jsonl").open("wb") as file:
-        file.truncate(2**40)  # a hole
-    assert "a.jsonl:1: a line of more than 1 MiB" in error_of(capsys, tmp_path / "d", "--input", tmp_path / "a.jsonl")
+    monkeypatch.setattr(preprocess_data, "_LONGEST", 2**20)
+    for name, said in (("a.jsonl", ":1: a line of more than 1 MiB"), ("a.txt", ": a text of more than 1 MiB")):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)  # a hole
+        assert f"{name}{said}" in error_of(capsys, tmp_path / "d", "--input", tmp_path / name)
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

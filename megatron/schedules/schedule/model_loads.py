@@ -210,7 +210,9 @@ def even(
         between = stages - len(first + last)
         left = layers - sum(first + last)
         if left < 0 or (left and between < 1):
-            raise PlanError(f"{layers} layers do not divide over {stages} stages with {ends} at the ends", "layers")
+            named = zip(("first", "last"), ends, strict=True)
+            told = " and ".join(f"{count} on the {end}" for end, count in named if count is not None)
+            raise PlanError(f"{layers} layers do not divide over {stages} stages with {told}", "layers")
         return (*first, *(even(left, between) if between > 0 else ()), *last)
     before, after = stand_in
     counted = layers + before + after
