@@ -41,8 +41,9 @@ from megatron.schedules.utils.printable import printable
 
 _WARM_UP = 2  # iterations before the one that is recorded
 _LAYERS_A_STAGE = 4
-_LONGEST_MS = 10_000  # of an iteration: ranks sleep for as long as they are asked to
-_SLOWEST = 1e6
+# Of an iteration, of which several are run: ranks sleep for as long as they are asked to.
+_LONGEST_MS = 10_000
+_SLOWEST = 1e6  # factor of --slow; sums of much longer times overflow
 
 
 # The flag of each part of a request.
