@@ -24,6 +24,7 @@ from megatron.schedules.integration.cpu import standin
 if standin.needed():
     standin.enable()
 
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -38,6 +39,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
+from megatron.schedules.integration.gpu_libraries import came_compiled
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.model_binding import Deferred, capture_state, recompute_layers
@@ -128,6 +130,8 @@ def build(flags: Sequence[str], patterns: Sequence[str] = ()) -> Model:
     config.share_embeddings_and_output_weights = False
     training = pretrain_cfg_container_from_args(args, config)
     training.ddp.overlap_grad_reduce = False
+    if came_compiled():
+        dataset_utils.compile_helpers = _nothing
     initialize_megatron()
     ends = copy.deepcopy(config)
     if patterns:
@@ -152,6 +156,9 @@ def build(flags: Sequence[str], patterns: Sequence[str] = ()) -> Model:
     layers = [build_chunk(each, False, False) for each in between]
     chunks = [build_chunk(ends, True, False), *layers, build_chunk(ends, False, True)]
     return Model(args, chunks, _batches(args, len(layers)))
+
+
+def _nothing() -> None: ...
 
 
 def _keep_memory() -> None:
