@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
 
 from benchmarks.apart import rows_apart, tell_megatron
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
+from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.schedule.kinds import Kind
 
 MOST_RATIO, MOST_MICROSECONDS = 1.03, 100.0
 
-# Hidden size, sequence, and seconds to measure for; on a GPU layers of models for several.
+# Hidden size, sequence, and seconds to measure for; on a GPU two layers of models that are known by name.
 _LAYERS = ((256, 128, 30.0), (512, 256, 45.0), (512, 512, 45.0), (1024, 256, 60.0), (1024, 512, 90.0))
 _QUICK_LAYERS = ((512, 256, 20.0), (1024, 256, 25.0))
-_GPU_LAYERS = ((5120, 1024, 5.0), (6144, 1024, 5.0), (7168, 1024, 5.0), (10240, 1024, 5.0))
+_GPU_MODELS, _GPU_SECONDS = ("Llama-3-8B", "Llama-3-70B"), 5.0
 _SCHEDULES = ("1f1b", "v-half", "v-zb")
 _RANKS = 4
 # Numbers in each message: next to nothing, and 128 KiB.
@@ -31,10 +34,12 @@ class Pair(NamedTuple):
     """Two repetitions side by side.
 
     Args:
+        forward: seconds of the forward before stock's backward.
         whole: seconds of stock's backward.
         input_grad, weight_grad: seconds of the same in two.
     """
 
+    forward: float
     whole: float
     input_grad: float
     weight_grad: float
@@ -60,12 +65,33 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
     from tools import _pass_times  # here once, for all ranks
 
-    layers = _QUICK_LAYERS if quick else _LAYERS
-    for hidden, sequence, seconds in layers if _pass_times.ON_CPU else _GPU_LAYERS:
+    if not _pass_times.ON_CPU:
+        for name in _GPU_MODELS:
+            say(f"split: two layers of {name}, {_GPU_SECONDS:.0f} s")
+            args = MODELS[name].args
+            (pairs,) = run_ranks(1, partial(_time_layers, _gpu_flags(name), _GPU_SECONDS), _GPU_SECONDS + 120)
+            sizes = {"hidden_size": args.hidden_size, "sequence_length": args.seq_length}
+            yield layer_row(pairs) | {"device": "GPU", "model": name} | sizes
+        return
+    for hidden, sequence, seconds in _QUICK_LAYERS if quick else _LAYERS:
         say(f"split: a layer of hidden size {hidden}, sequence {sequence}, {seconds:.0f} s")
-        (pairs,) = run_ranks(1, partial(_time_layer, hidden, sequence, seconds), seconds + 120)
-        where = "one thread of the CPU" if _pass_times.ON_CPU else "GPU"
-        yield layer_row(pairs) | {"device": where, "hidden_size": hidden, "sequence_length": sequence}
+        shape = f"--num-layers 1 --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {sequence} "
+        shape += f"--max-position-embeddings {sequence} --micro-batch-size 1 --vocab-size 1024"
+        flags = [*shape.split(), *_pass_times.ON_CPU_FLAGS]
+        (pairs,) = run_ranks(1, partial(_time_layers, flags, seconds), seconds + 120)
+        sizes = {"hidden_size": hidden, "sequence_length": sequence}
+        yield layer_row(pairs) | {"device": "one thread of the CPU"} | sizes
+
+
+def _gpu_flags(name: str) -> list[str]:
+    """Returns flags of two layers of a model with a small vocabulary, with the GPU libraries that are here."""
+    from megatron.schedules.integration.gpu_libraries import te_fault
+    from tools import _pass_times as times
+
+    fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    kernels = times.LOCAL_FLAGS if te_fault() else [] if fused else ["--no-gradient-accumulation-fusion"]
+    sizes = ["--num-layers", "2", "--vocab-size", "1024", "--micro-batch-size", "1"]
+    return [*shlex.split(MODELS[name].flags), *sizes, *kernels, "--distributed-backend", "gloo"]
 
 
 def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -74,6 +100,7 @@ def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         "what": "layer",
         "repetitions": len(pairs),
+        "forward_seconds": Statistics.of([pair.forward for pair in pairs])._asdict(),
         "whole_seconds": Statistics.of([pair.whole for pair in pairs])._asdict(),
         "input_seconds": Statistics.of([pair.input_grad for pair in pairs])._asdict(),
         "weight_seconds": Statistics.of([pair.weight_grad for pair in pairs])._asdict(),
@@ -82,23 +109,21 @@ def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _time_layer(hidden: int, sequence: int, seconds: float) -> list[Pair]:
-    """Times one decoder layer's backward as a whole and split, alternately."""
+def _time_layers(flags: Sequence[str], seconds: float) -> list[Pair]:
+    """Times the backward of a model's decoder layers as a whole and split, alternately."""
     from tools import _pass_times as times
 
     tell_megatron()
-    heads = hidden // (64 if times.ON_CPU else 128)
-    shape = f"--num-layers 1 --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
-    shape += f"--max-position-embeddings {sequence} --micro-batch-size 1 --vocab-size 1024"
-    flags = times.ON_CPU_FLAGS if times.ON_CPU else [*times.LOCAL_FLAGS, "--bf16", "--distributed-backend", "gloo"]
-    model = times.build([*shape.split(), *flags])
+    model = times.build(flags)
     whole, split = (times.time_passes(model, times.LAYERS, split=halves) for halves in (False, True))
     pairs: list[Pair] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end or len(pairs) < _WARM_UP + 4:
         first, second = (whole, split) if len(pairs) % 2 else (split, whole)
         found = {first: next(first), second: next(second)}
-        pairs.append(Pair(found[whole].backward, found[split].input_grad, found[split].weight_grad))
+        pairs.append(
+            Pair(found[whole].forward, found[whole].backward, found[split].input_grad, found[split].weight_grad)
+        )
     return pairs[_WARM_UP:]
 
 
@@ -233,7 +258,8 @@ def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _layer_name(row: Row) -> str:
-    return f"hidden {row['hidden_size']}, sequence {row['sequence_length']}"
+    sizes = f"hidden {row['hidden_size']}, sequence {row['sequence_length']}"
+    return f"{row['model']}, {sizes}" if "model" in row else sizes
 
 
 def _layer_cells(row: Row) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 _COMMON = (
     "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 "
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer "
+    "--cross-entropy-loss-fusion "
 )
 _GROUPS = "--group-query-attention --num-query-groups"
 _LATENT = (

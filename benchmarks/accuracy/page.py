@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
+from textwrap import fill
 
 from benchmarks.accuracy.fit import NAMES, numbers
+from benchmarks.accuracy.layers import Measured, measured_layers
 from benchmarks.accuracy.report import Predicted, Report, Run, summary
 from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.calibration import CALIBRATED
@@ -31,6 +33,8 @@ def as_page(report: Report) -> str:
             "## Schedules\n",
             _SCHEDULES,
             *(_run(run) for run in report.runs),
+            "## Layers on one GPU\n",
+            _layers(measured_layers()),
             "## Where it fails\n",
             _fails(report),
             "## What is fitted\n",
@@ -96,6 +100,20 @@ def _run(run: Run) -> str:
         f"**{run.name}**, {run.microbatches} microbatches. 1F1B: {predicted:,.0f} tokens/s/GPU predicted, "
         f"{measured:,.0f} measured.\n\n{markdown(_RUN_HEADS, cells)}\n"
     )
+
+
+def _layers(measured: Measured) -> str:
+    cells = [
+        [
+            layer.name,
+            *(cell for pair in layer[1:6] for cell in (["", ""] if pair is None else map("{:.1f}".format, pair))),
+        ]
+        for layer in measured.layers
+    ]
+    ratios = [layer.ratio for layer in measured.layers if layer.ratio is not None]
+    split = " and ".join(f"{middle:.3f} (quartiles {low:.3f} and {high:.3f})" for low, middle, high in ratios)
+    words = fill(_LAYERS.format(where=measured.where, split=split), 120, break_long_words=False)
+    return f"{words}\n\n{markdown(_LAYER_HEADS, cells)}\n"
 
 
 def _fails(report: Report) -> str:
@@ -182,9 +200,9 @@ _WORST = 6
 _HEAD = """# Accuracy of estimates
 
 How far off are the times that a [dry run](dry-run.md), the grid search and the [recipes](recipes.md) estimate for a GPU
-by its name? This page holds them against measurements that NVIDIA and AMD published. Nothing of this package ran on
-these GPUs. A measurement of your own is better than any estimate: `--pipeline-measure DIR`, then `--pipeline-costs
-DIR/costs.json` ([measure](measure.md)).
+by its name? This page holds them against measurements that NVIDIA and AMD published, of jobs without this package, and
+against [layers on one GPU](#layers-on-one-gpu). A measurement of your own is better than any estimate:
+`--pipeline-measure DIR`, then `--pipeline-costs DIR/costs.json` ([measure](measure.md)).
 
 `python -m benchmarks accuracy` writes this page, in about a minute. `--rows FILE` takes other measurements in the
 form of `benchmarks/accuracy/measured.json`, which has the public sources.
@@ -216,6 +234,24 @@ _RUN_HEADS = (
     ("memory: predicted", ""),
     ("measured", ""),
     ("points", ""),
+)
+_LAYERS = """Passes of two decoder layers, and of an output layer with its loss, measured with this package alone on one
+GPU: bf16, one sequence of 8192, without fused kernels of the loss. Predicted is what a dry run for that GPU counts for
+them; no number is fitted to them. I and W together took {split} of the whole backward. Estimates divide a backward
+less exactly than they add it up: attention's factor, which stands for what whole jobs lose elsewhere too, is in I
+alone. Measured on {where}; `python -m benchmarks split` measures another GPU."""
+_LAYER_HEADS = (
+    ("milliseconds", ""),
+    ("F: predicted", ""),
+    ("measured", ""),
+    ("whole backward: predicted", ""),
+    ("measured", ""),
+    ("I: predicted", ""),
+    ("measured", ""),
+    ("W: predicted", ""),
+    ("measured", ""),
+    ("kept from F to I, MiB: predicted", ""),
+    ("measured", ""),
 )
 _FITTED = """These numbers of `megatron/schedules/estimate/calibration.py` are fitted to the rows of this page. The
 errors "without the model" are those of numbers that were fitted to the rows of all other models. A number that the rows

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import fit
+from benchmarks.accuracy.layers import measured_layers
 from benchmarks.accuracy.report import Predicted, Report, measured
 from benchmarks.accuracy.rows import Row, even_layers, read
 from megatron.schedules.estimate.calibration import CALIBRATED, ERRORS
@@ -80,3 +81,12 @@ def test_a_pair_is_in_order_if_the_faster_setting_is_predicted_to_be_faster():
     for first, second, right in ((1.0, 2.0, 1), (2.0, 1.0, 0)):
         report = Report([Predicted(fast, first), Predicted(slow, second)])
         assert report.pairs == {"GPU": (right, 1), "setting": (0, 0)}
+
+
+def test_the_page_has_the_layers_that_were_measured():
+    """Predicted as now, beside what was measured; what a microbatch keeps is counted to a percent."""
+    layers = measured_layers().layers
+    for layer in layers:
+        assert f"| {layer.name} | {layer.forward[0]:.1f} | {layer.forward[1]:.1f} |" in PAGE
+        assert layer.kept is None or layer.kept[0] == pytest.approx(layer.kept[1], rel=0.01)
+    assert any(layer.kept for layer in layers)

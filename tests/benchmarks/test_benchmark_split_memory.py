@@ -11,7 +11,7 @@ from benchmarks.split import Pair, layer_row
 
 
 def layer(ratio: float, hidden: int = 512) -> dict:
-    pairs = [Pair(1.0, 0.5, ratio - 0.5 + noise) for noise in (-0.2, -0.1, 0.0, 0.1, 0.2)]
+    pairs = [Pair(1.0, 1.0, 0.5, ratio - 0.5 + noise) for noise in (-0.2, -0.1, 0.0, 0.1, 0.2)]
     return layer_row(pairs) | {"device": "one thread of the CPU", "hidden_size": hidden, "sequence_length": 256}
 
 
@@ -22,7 +22,7 @@ def engine(microseconds: float) -> dict:
 
 
 def test_a_ratio_is_the_median_of_pairs_and_not_of_parts():
-    row = layer_row([Pair(1, 0.6, 0.4), Pair(2, 1.2, 0.9), Pair(4, 2.4, 2.0), Pair(1, 0.7, 0.5)])
+    row = layer_row([Pair(1, 1, 0.6, 0.4), Pair(1, 2, 1.2, 0.9), Pair(1, 4, 2.4, 2.0), Pair(1, 1, 0.7, 0.5)])
     assert row["ratio"] == pytest.approx((1.05 + 1.1) / 2)
     assert row["whole_seconds"] == {"median": 1.5, "low": 1, "high": 4}
     assert row["ratio_quartiles"][0] < row["ratio"] < row["ratio_quartiles"][1]

@@ -96,6 +96,7 @@ class Build:
         fused_activation: true if the activation function of an MLP is one kernel.
         fused_gradients: true if products add weight gradients to ``main_grad`` (gradient accumulation fusion).
         fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
+        joined_loss: true if kernels of the loss are fused, whatever it keeps.
         contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
             Engine's does; otherwise it keeps views.
         plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
@@ -131,6 +132,7 @@ class Build:
     fused_activation: bool = True
     fused_gradients: bool = False
     fused_loss: bool = False
+    joined_loss: bool = False
     contiguous: bool = False
     plain: bool = False
     samples: int = 1

@@ -58,6 +58,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
         fused_gradients=args.gradient_accumulation_fusion,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        joined_loss=args.cross_entropy_loss_fusion,
         contiguous=engine,
         samples=args.micro_batch_size or 1,
         context=args.context_parallel_size,
