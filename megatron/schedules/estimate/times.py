@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, LayerKind, Quantized
-from megatron.schedules.estimate.parts import LinearShape, PartWork
+from megatron.schedules.estimate.parts import SINGLE, LinearShape, PartWork
 from megatron.schedules.estimate.symbols import output_layer, works
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
 _BLOCK = LayerKind()
-# Bytes that F and I move for each logit, by whether the loss's kernels are fused. Without, each of six kernels forward
-# and two backward reads logits in single precision, and four and two write them (Megatron's cross_entropy.py); on an
-# H100 the output layer of Llama 3 8B took 1.19 and 1.05 times as long as such estimates.
-_MOVED_BY_LOGITS = {True: (18.0, 6.0), False: (38.0, 14.0)}
+# Bytes that F and I move for each logit. Fused kernels of the loss read and write it a few times in single precision.
+_FUSED = 18.0, 6.0
+# Otherwise five kernels of F and one of I read it so, and three and one write it (Megatron's cross_entropy.py). Logits
+# in half precision are converted before, and their gradients after.
+_APART, _CONVERTED = (32.0, 8.0), 6.0
 
 
 class PassTimes(NamedTuple):
@@ -241,8 +242,10 @@ def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
     output, quantized = output_layer(build), build.output_quantized
     forward, input_grad, weight_grad = _linear(build, output, prices, tokens, quantized=quantized)
     logits = tokens * build.shape.vocabulary / build.tensor
-    moved = [prices.stream(moved * logits, 0) for moved in _MOVED_BY_LOGITS[build.joined_loss]]
-    return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
+    converted = _CONVERTED if build.number < SINGLE else 0.0
+    moved = _FUSED if build.joined_loss else [each + converted for each in _APART]
+    softmax, gradient = (prices.stream(each * logits, 0) for each in moved)
+    return PassTimes(forward + softmax, input_grad + gradient, weight_grad)
 
 
 def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
