@@ -14,7 +14,7 @@ from benchmarks.apart import rows_apart, tell_megatron
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
 _SIZES, _MICROBATCHES, _LAYERS = (2,), 32, 8
-_ROUNDS, _ITERATIONS, _QUICK_ITERATIONS = 3, 6, 4
+_ROUNDS, _ITERATIONS, _QUICK_ITERATIONS = 9, 6, 4
 _WARM_UP = 2
 _MODEL = shlex.split(f"""
     --num-layers {_LAYERS} --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16

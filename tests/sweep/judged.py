@@ -21,8 +21,6 @@ _MEGATRONS = re.compile(r"\Ausage: pretrain_gpt\.py .*?\n(?=pretrain_gpt\.py: er
 _TOLD_AS = {
     "--hybrid-override-pattern": "--hybrid-layer-pattern",
     "--external-cuda-graph": "--cuda-graph-impl",
-    "--decoder-first-pipeline-num-layers": "--pipeline-layers",
-    "--decoder-last-pipeline-num-layers": "--pipeline-layers",
 }
 # Whether a limit is too small depends on every other flag.
 _OF_ALL = ("--memory-limit: a memory limit", "--pipeline-memory-limit: a memory limit")

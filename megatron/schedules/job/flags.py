@@ -66,6 +66,8 @@ def flags_of(prefix: str) -> Mapping[str, str]:
         "costs": costs,
         "costs_file": costs,
         "layers": f"{prefix}layers",
+        "first_layers": "--decoder-first-pipeline-num-layers",
+        "last_layers": "--decoder-last-pipeline-num-layers",
         "save_memory": save,
         "recompute": f"{save} recompute",
         "offload": f"{save} offload",

@@ -212,7 +212,8 @@ def even(
         if left < 0 or (left and between < 1):
             named = zip(("first", "last"), ends, strict=True)
             told = " and ".join(f"{count} on the {end}" for end, count in named if count is not None)
-            raise PlanError(f"{layers} layers do not divide over {stages} stages with {told}", "layers")
+            end = "last_layers" if ends[0] is None else "first_layers"
+            raise PlanError(f"{layers} layers do not divide over {stages} stages with {told}", end)
         return (*first, *(even(left, between) if between > 0 else ()), *last)
     before, after = stand_in
     counted = layers + before + after
