@@ -66,6 +66,10 @@ REFUSED = {
         "--pipeline-schedule v-half --pipeline-dry-run many",
         "--pipeline-dry-run 'many' is not a whole number: the number of GPUs that the job would have",
     ),
+    "a dry run of what looks like a flag": (
+        "--pipeline-schedule v-half --pipeline-dry-run -1GiB",
+        "--pipeline-dry-run '-1GiB' is not a whole number: the number of GPUs that the job would have",
+    ),
     "a device's memory without a unit": (
         "--pipeline-schedule v-half --pipeline-dry-run 8x80",
         "--pipeline-dry-run 8x '80' has no unit: write it such as 80GiB",

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from megatron.schedules.integration.flags.declared import FLAGS, OURS, settings_
 from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.integration.machine import machine_of
 from megatron.schedules.integration.refuse import refuse
+from megatron.schedules.job import values
 from megatron.schedules.job.checks import check_model, check_replan, validate
 from megatron.schedules.job.measuring import check_folder
 from megatron.schedules.job.plan_job import JobPlan, check_requests, plan_job
@@ -160,7 +162,9 @@ def refuse_early(
         parser = stock_parser(_RefusingParser(add_help=False, allow_abbrev=False))
         parser.set_defaults(**settings)
         args, others = parser.parse_known_args(argv)
-        _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
+        left = set(others).difference(known)
+        _refuse_misspelt({word.partition("=")[0] for word in left}.difference(known))
+        _read_after_a_dash(argv, left)
         if args.pipeline_schedule is not None:
             check_environment()
         if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
@@ -191,6 +195,17 @@ def _refuse_misspelt(words: Iterable[str]) -> None:
     for word in words:
         if close := difflib.get_close_matches(word, (FLAGS["schedule"], *OURS), n=1, cutoff=LIKE):
             refuse(f"{word} is unknown: did you mean {close[0]}?")
+
+
+def _read_after_a_dash(argv: Sequence[str], left: Collection[str]) -> None:
+    """Reads the dry run's value where it begins with a dash, for which the parser calls it an unknown flag.
+
+    Raises:
+        PlanError: it is no value.
+    """
+    for flag, word in pairwise(argv):
+        if flag == FLAGS["dry_run"] and word in left and re.match("-(?![-h])", word):
+            values.dry_run(flag, word)
 
 
 class _FlagError(Exception):
