@@ -148,7 +148,7 @@ LLAMA = """
 TP=2
 MODEL_ARGS=(--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --ffn-hidden-size 14336
   --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear --normalization RMSNorm
-  --position-embedding-type rope --vocab-size 128256 --untie-embeddings-and-output-weights)
+  --position-embedding-type rope --vocab-size 128256 --untie-embeddings-and-output-weights --cross-entropy-loss-fusion)
 torchrun pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --tensor-model-parallel-size $TP --attention-dropout ${DROPOUT:-0} \
   --hidden-dropout 0 --max-position-embeddings 8192
 """
