@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -65,33 +64,42 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
     from tools import _pass_times  # here once, for all ranks
 
-    if not _pass_times.ON_CPU:
-        for name in _GPU_MODELS:
-            say(f"split: two layers of {name}, {_GPU_SECONDS:.0f} s")
-            args = MODELS[name].args
-            (pairs,) = run_ranks(1, partial(_time_layers, _gpu_flags(name), _GPU_SECONDS), _GPU_SECONDS + 120)
-            sizes = {"hidden_size": args.hidden_size, "sequence_length": args.seq_length}
-            yield layer_row(pairs) | {"device": "GPU", "model": name} | sizes
-        return
+    for flags, seconds, facts in _cpu_layers(quick) if _pass_times.ON_CPU else _gpu_layers():
+        sizes = f"hidden size {facts['hidden_size']}, sequence {facts['sequence_length']}"
+        say(f"split: layers of {sizes}, {seconds:.0f} s")
+        (pairs,) = run_ranks(1, partial(_time_layers, flags, seconds), seconds + 120)
+        yield layer_row(pairs) | facts
+
+
+class _Layers(NamedTuple):
+    """Megatron's flags of layers to measure, seconds to measure for, and what their row says of them."""
+
+    flags: list[str]
+    seconds: float
+    facts: dict[str, Any]
+
+
+def _cpu_layers(quick: bool) -> Iterator[_Layers]:
+    from tools import _pass_times as times
+
     for hidden, sequence, seconds in _QUICK_LAYERS if quick else _LAYERS:
-        say(f"split: a layer of hidden size {hidden}, sequence {sequence}, {seconds:.0f} s")
         shape = f"--num-layers 1 --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {sequence} "
         shape += f"--max-position-embeddings {sequence} --micro-batch-size 1 --vocab-size 1024"
-        flags = [*shape.split(), *_pass_times.ON_CPU_FLAGS]
-        (pairs,) = run_ranks(1, partial(_time_layers, flags, seconds), seconds + 120)
-        sizes = {"hidden_size": hidden, "sequence_length": sequence}
-        yield layer_row(pairs) | {"device": "one thread of the CPU"} | sizes
+        facts = {"device": "one thread of the CPU", "hidden_size": hidden, "sequence_length": sequence}
+        yield _Layers([*shape.split(), *times.ON_CPU_FLAGS], seconds, facts)
 
 
-def _gpu_flags(name: str) -> list[str]:
-    """Returns flags of two layers of a model with a small vocabulary, with the GPU libraries that are here."""
+def _gpu_layers() -> Iterator[_Layers]:
+    """Layers of models with a small vocabulary, with the GPU libraries that are here."""
     from megatron.schedules.integration.gpu_libraries import te_fault
     from tools import _pass_times as times
 
-    fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
-    kernels = times.LOCAL_FLAGS if te_fault() else [] if fused else ["--no-gradient-accumulation-fusion"]
-    sizes = ["--num-layers", "2", "--vocab-size", "1024", "--micro-batch-size", "1"]
-    return [*shlex.split(MODELS[name].flags), *sizes, *kernels, "--distributed-backend", "gloo"]
+    for name in _GPU_MODELS:
+        args = MODELS[name].args
+        shape = f"{MODELS[name].flags} --num-layers 2 --vocab-size 1024 --micro-batch-size 1"
+        flags = [*shlex.split(shape), *times.gpu_flags(te=te_fault() is None), "--distributed-backend", "gloo"]
+        facts = {"device": "GPU", "model": name, "hidden_size": args.hidden_size, "sequence_length": args.seq_length}
+        yield _Layers(flags, _GPU_SECONDS, facts)
 
 
 def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -61,9 +61,10 @@ def tier_of(item: pytest.Item) -> str:
     """
     if item.get_closest_marker("another_model"):
         return "nightly"
-    of_case = item.callspec.marks if hasattr(item, "callspec") else []
-    marked = (mark.name for mark in (*of_case, *item.iter_markers()) if mark.name in TIERS)
-    return next(marked, "pure" if _RANKS.isdisjoint(getattr(item, "fixturenames", ())) else "nightly")
+    case: Any = getattr(item, "callspec", None)
+    marked = (mark.name for mark in (*(case.marks if case else ()), *item.iter_markers()) if mark.name in TIERS)
+    fixtures = set(getattr(item, "fixturenames", ())).difference(case.params if case else ())
+    return next(marked, "pure" if _RANKS.isdisjoint(fixtures) else "nightly")
 
 
 def _shown(item: pytest.Item) -> Iterator[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.gpu_libraries import came_compiled
+from megatron.schedules.integration.gpu_libraries import use_compiled_helpers
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.model_binding import Deferred, capture_state, recompute_layers
@@ -63,6 +64,18 @@ LOCAL_FLAGS = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion
 LOCAL_FLAGS += ["--no-masked-softmax-fusion", "--no-persist-layer-norm"]
 WITHOUT_GPU_FLAGS = ["--distributed-backend", "gloo", "--no-bias-dropout-fusion"]
 ON_CPU_FLAGS = [*LOCAL_FLAGS, *WITHOUT_GPU_FLAGS]
+
+
+def accumulates_fused() -> bool:
+    """Returns whether Apex's kernel that adds weight gradients to Megatron's buffers is here."""
+    return find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def gpu_flags(*, te: bool) -> list[str]:
+    """Returns what Megatron needs to be told on a GPU for local layers, or with ``te`` for Transformer Engine's."""
+    if not te:
+        return LOCAL_FLAGS
+    return [] if accumulates_fused() else ["--no-gradient-accumulation-fusion"]
 
 
 class Model(NamedTuple):
@@ -130,8 +143,7 @@ def build(flags: Sequence[str], patterns: Sequence[str] = ()) -> Model:
     config.share_embeddings_and_output_weights = False
     training = pretrain_cfg_container_from_args(args, config)
     training.ddp.overlap_grad_reduce = False
-    if came_compiled():
-        dataset_utils.compile_helpers = _nothing
+    use_compiled_helpers(dataset_utils)
     initialize_megatron()
     ends = copy.deepcopy(config)
     if patterns:
@@ -156,9 +168,6 @@ def build(flags: Sequence[str], patterns: Sequence[str] = ()) -> Model:
     layers = [build_chunk(each, False, False) for each in between]
     chunks = [build_chunk(ends, True, False), *layers, build_chunk(ends, False, True)]
     return Model(args, chunks, _batches(args, len(layers)))
-
-
-def _nothing() -> None: ...
 
 
 def _keep_memory() -> None:

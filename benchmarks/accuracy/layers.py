@@ -17,7 +17,7 @@ from megatron.schedules.estimate.times import layer_times, loads, output_times
 _FILE = Path(__file__).with_name("layers.json")
 
 
-class Layer(NamedTuple):
+class TimedLayer(NamedTuple):
     """One decoder layer, or an output layer with its loss; each figure predicted and measured.
 
     Args:
@@ -37,20 +37,20 @@ class Layer(NamedTuple):
     ratio: tuple[float, float, float] | None = None
 
 
-class Measured(NamedTuple):
+class MeasuredLayers(NamedTuple):
     """All measured layers, and in words the GPU and the software."""
 
     where: str
-    layers: tuple[Layer, ...]
+    layers: tuple[TimedLayer, ...]
 
 
-def measured_layers() -> Measured:
+def measured_layers() -> MeasuredLayers:
     """Returns what ``layers.json`` has, with estimates."""
     found = json.loads(_FILE.read_text())
-    return Measured(found["measured_on"], tuple(_layers(found)))
+    return MeasuredLayers(found["measured_on"], tuple(_layers(found)))
 
 
-def _layers(found: Any) -> Iterator[Layer]:
+def _layers(found: Any) -> Iterator[TimedLayer]:
     roofline = Roofline(DEVICES[found["device"]])
     for row in found["rows"]:
         model, output, count = MODELS[row["model"]], row["output"], row["layers"]
@@ -58,7 +58,7 @@ def _layers(found: Any) -> Iterator[Layer]:
         times = layer_times(build, roofline, build.tokens, LayerKind(typical_layers(build)[0]))
         forward, input_grad, weight_grad = (1e3 * each for each in times)
         kept = loads(build, roofline, build.tokens).layers[0].split.held
-        yield Layer(
+        yield TimedLayer(
             f"{row['model']}, a layer",
             (forward, row["forward"] / count),
             (input_grad + weight_grad, row["whole"] / count),
@@ -68,7 +68,7 @@ def _layers(found: Any) -> Iterator[Layer]:
             tuple(row["ratio"]),
         )
         forward, *backward = (1e3 * each for each in output_times(build, roofline, build.tokens))
-        yield Layer(
+        yield TimedLayer(
             f"{row['model']}, output layer of {output['words']:,} words",
             (forward, output["forward"]),
             (sum(backward), output["whole"]),

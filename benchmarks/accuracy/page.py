@@ -7,7 +7,7 @@ from statistics import median
 from textwrap import fill
 
 from benchmarks.accuracy.fit import NAMES, numbers
-from benchmarks.accuracy.layers import Measured, measured_layers
+from benchmarks.accuracy.layers import MeasuredLayers, measured_layers
 from benchmarks.accuracy.report import Predicted, Report, Run, summary
 from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.estimate.calibration import CALIBRATED
@@ -102,7 +102,7 @@ def _run(run: Run) -> str:
     )
 
 
-def _layers(measured: Measured) -> str:
+def _layers(measured: MeasuredLayers) -> str:
     cells = [
         [
             layer.name,

@@ -188,13 +188,7 @@ def kernel_flags(setting: Setting, *, te: bool = False) -> list[str]:
     """Returns flags for local layers, or with ``te`` for Transformer Engine's, then with Apex's kernel where it is."""
     if setting.on_cpu:
         return [*times.ON_CPU_FLAGS, *(["--transformer-impl", "transformer_engine"] if te else [])]
-    fusion = [] if accumulates_fused() else ["--no-gradient-accumulation-fusion"]
-    return [*(fusion if te else times.LOCAL_FLAGS), *COMPILES_NOTHING]
-
-
-def accumulates_fused() -> bool:
-    """Whether Apex's kernel that adds weight gradients to Megatron's buffers is here."""
-    return find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return [*times.gpu_flags(te=te), *COMPILES_NOTHING]
 
 
 def schedule_flags(schedule: str) -> list[str]:

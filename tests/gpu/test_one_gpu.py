@@ -28,8 +28,7 @@ WIDER = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64"
 # Megatron's recipes, and the oldest GPUs, by compute capability, that have them.
 FP4 = "nvfp4"
 RECIPES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), FP4: (10, 0)}
-# Not ``te``: tests with the fixture of that name run at night.
-each_kind_of_layers = pytest.mark.parametrize("engine", KINDS.values(), ids=KINDS)
+each_kind_of_layers = pytest.mark.parametrize("te", KINDS.values(), ids=KINDS)
 
 
 def of_every_kind(setting: Setting, schedule: str) -> None:
@@ -118,7 +117,7 @@ def test_vocabulary_parallelism_trains_as_stock_does(
 
 @pytest.mark.parametrize("schedule", FEW)
 def test_gradients_accumulated_by_apexs_kernel_are_stocks(jobs: Any, shows: Shows, setting: Setting, schedule: str):
-    if setting.on_cpu or not jobs.accumulates_fused():
+    if setting.on_cpu or not jobs.times.accumulates_fused():
         pytest.skip("Apex's fused_weight_gradient_mlp_cuda is not installed")
     same_as_stock(jobs, shows, setting, schedule, 2, fused=True)
 
@@ -160,12 +159,12 @@ def with_recompute(schedule: Schedule) -> Schedule:
 @each_kind_of_layers
 @pytest.mark.parametrize("schedule", FEW)
 def test_recompute_with_dropout_changes_no_gradient(
-    jobs: Any, shows: Shows, setting: Setting, tmp_path: Path, schedule: str, engine: bool
+    jobs: Any, shows: Shows, setting: Setting, tmp_path: Path, schedule: str, te: bool
 ):
-    needs_te(jobs, setting, engine)
+    needs_te(jobs, setting, te)
     iterations = 2 if setting.on_cpu else 5
     flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(iterations, 2, 7), "--attention-dropout", "0.1"]
-    flags += ["--hidden-dropout", "0.1", *jobs.kernel_flags(setting, te=engine), *(["--bf16"] if engine else [])]
+    flags += ["--hidden-dropout", "0.1", *jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else [])]
     made = plan(Request(schedule, 2, 7))
     files = [tmp_path / "plain.csv", tmp_path / "recompute.csv"]
     for path, order in zip(files, (made, with_recompute(made)), strict=True):
@@ -174,19 +173,19 @@ def test_recompute_with_dropout_changes_no_gradient(
         jobs.train(2, jobs.Job((*flags, "--pipeline-schedule", str(path)), exact=True), shared=True)
         for path in (files[0], *files)
     )
-    shows(*compared(ours, plain, iterations, BF16 if engine else FP32, to_the_bit=same_bits(plain, repeated)))
+    shows(*compared(ours, plain, iterations, BF16 if te else FP32, to_the_bit=same_bits(plain, repeated)))
 
 
 @each_kind_of_layers
 @pytest.mark.parametrize("schedule", [*FEW, "interleaved-1f1b", "v-min", "v-zb"])
 def test_no_pass_waits_for_the_device_after_the_first_iteration(
-    jobs: Any, shows: Shows, setting: Setting, schedule: str, engine: bool
+    jobs: Any, shows: Shows, setting: Setting, schedule: str, te: bool
 ):
     """By torch's own check round each pass."""
     of_every_kind(setting, schedule)
-    needs_te(jobs, setting, engine)
+    needs_te(jobs, setting, te)
     flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(4, 2, 4), "--timing-log-level", "2"]
-    flags += [*jobs.kernel_flags(setting, te=engine), *(["--bf16"] if engine else []), *jobs.schedule_flags(schedule)]
+    flags += [*jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else []), *jobs.schedule_flags(schedule)]
     ran = jobs.train(2, jobs.Job(tuple(flags), jobs.watchers.NoWaits), shared=True)
     waits = sorted({wait for found in ran.found for wait in found})
     shows({"iterations": len(ran.losses)}, waits[0] if waits else "")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
 from megatron.schedules.integration.touch_points import minor
@@ -148,3 +148,9 @@ def came_compiled() -> bool:
     if makefile.exists() and shutil.which("make") is not None:
         return False
     return find_spec("megatron.core.datasets.helpers_cpp") is not None
+
+
+def use_compiled_helpers(dataset_utils: Any) -> None:
+    """Has ``megatron.core.datasets.utils`` compile nothing where its helpers came compiled: it would end the job."""
+    if came_compiled():
+        dataset_utils.compile_helpers = lambda: None

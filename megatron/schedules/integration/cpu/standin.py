@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.cpu import gloo_at_exit
-from megatron.schedules.integration.gpu_libraries import came_compiled, leave_out_te
+from megatron.schedules.integration.gpu_libraries import leave_out_te, use_compiled_helpers
 
 SEE_A_GPU = ["megatron"]
 """Packages for which CUDA is available. For torch itself there is none."""
@@ -199,8 +199,7 @@ def _replace_in_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moved_to_cpu
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
-    if came_compiled():
-        dataset_utils.compile_helpers = _none
+    use_compiled_helpers(dataset_utils)
 
 
 def _on_cpu(value: Any) -> Any:

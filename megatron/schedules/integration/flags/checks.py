@@ -162,9 +162,8 @@ def refuse_early(
         parser = stock_parser(_RefusingParser(add_help=False, allow_abbrev=False))
         parser.set_defaults(**settings)
         args, others = parser.parse_known_args(argv)
-        left = set(others).difference(known)
-        _refuse_misspelt({word.partition("=")[0] for word in left}.difference(known))
-        _read_after_a_dash(argv, left)
+        _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
+        _read_after_a_dash(argv, set(others).difference(known))
         if args.pipeline_schedule is not None:
             check_environment()
         if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
