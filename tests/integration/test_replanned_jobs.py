@@ -32,7 +32,7 @@ TOO_SOON = "pipeline schedule: the job does not plan again"
 
 def said(ranks: Any) -> list[str]:
     """What the first rank said of it."""
-    lines = r"^pipeline schedule: (WARNING: .*plan.*|replanned: .*|memory limit: .*)$"
+    lines = r"^pipeline schedule: (WARNING: .*plan.*|a plan for .*|replanned: .*|memory limit: .*)$"
     return re.findall(lines, ranks[0][2], re.MULTILINE)
 
 
