@@ -120,16 +120,16 @@ class SleepingStages(Stages):
         cast = partial(dist.broadcast, group=self._group)
         gather = partial(dist.all_gather, every, every[0].clone(), group=self._group)
         add = partial(dist.all_reduce, hidden, group=self._group)
-        calls: Sequence[Callable[[], object]] = {
+        calls: dict[Op, list[Callable[[], object]]] = {
             Op.EMBED: [partial(cast, words, first), partial(dist.reduce, hidden, first, group=self._group)],
             Op.OUTPUT: [partial(cast, hidden, last), partial(cast, words, last)],
             Op.SUM: [gather, add],
             Op.WEIGH: [partial(cast, tokens, last)],
             Op.EMBED_BACK: [partial(cast, hidden, first)],
-        }[op]
+        }
 
         def chain() -> Tensor:
-            for call in calls:
+            for call in calls[op]:
                 call()
             return tokens if op is Op.WEIGH else hidden
 

@@ -10,7 +10,7 @@ Based on megatron-core 0.19.2, ``transformer/moe/token_dispatcher.py`` and ``tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-SplitSizes = Sequence[int] | None
+SplitSizes = list[int] | None
 """Rows to or from each rank; None if equal."""
 
 RunAhead = Callable[[int], Callable[[], None]]

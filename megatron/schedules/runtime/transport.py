@@ -83,7 +83,7 @@ def make_channels(
     backend: str | None = None,
     timeout: timedelta | None = None,
     options: Callable[[], Any] = lambda: None,
-    new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
+    new_group: Callable[..., Any] = dist.new_group,
 ) -> Channels:
     """Makes a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
@@ -131,7 +131,7 @@ def make_collective_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
     options: Callable[[], Any] = lambda: None,
-    new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
+    new_group: Callable[..., Any] = dist.new_group,
 ) -> dist.ProcessGroup:
     """Makes a process group of each whole pipeline, for its collectives; every process must call it.
 
@@ -140,7 +140,7 @@ def make_collective_group(
     """
     mine = _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], Any] = {}
     for pipeline in map(tuple, pipelines):
         groups[pipeline] = new_group(
             list(pipeline), timeout=timeout, backend=backend, pg_options=options(), group_desc="pipeline collectives"
