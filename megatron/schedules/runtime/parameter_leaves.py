@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward as engine
 
+from megatron.schedules.runtime.function_modes import without_modes
+
 Key = tuple[int, int]
 """(stage, microbatch)."""
 
 Switch = Callable[[bool], None]
 """Prepares a backward that defers its weight gradients, or one that does not."""
-
-
-without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
-"""Surrounds reads of tensors' attributes. A function mode takes ten times as long as such a read."""
 
 
 class _Leaf(NamedTuple):

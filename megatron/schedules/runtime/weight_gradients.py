@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, engine, without_modes
-
-Closure = Callable[[], Sequence[Tensor | None] | None]
-"""Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
-
-Uses = tuple[tuple[Tensor, ...], ...]
-"""The parameters of each closure of a queue."""
+from megatron.schedules.runtime.function_modes import without_modes
+from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
+from megatron.schedules.runtime.weight_graph import Closure, Uses, WeightGraph
 
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
@@ -61,8 +57,7 @@ class WeightGradients:
         volatile: set[int] | None = None,
     ) -> None:
         self.volatile: set[int] = set() if volatile is None else volatile
-        # While a key is open. A stage queues the same closures for nearly every microbatch.
-        self._graphs: dict[Uses, _Graph] = {}
+        self._graphs: dict[Uses, WeightGraph] | None = None
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[_Deferred]] = {}
@@ -196,8 +191,6 @@ class WeightGradients:
             self._backward(tuple(item.parameters for item in queue), partial(self._take_first, queue, then))
         del self._waiting[key]
         self.leaves.close(key)
-        if not self._waiting:
-            self._graphs.clear()
 
     def run_ahead(self, keys: Iterable[Key], flops: float) -> float:
         """Computes and accumulates single gradients of coming W's, in their order, until about ``flops`` are done.
@@ -255,10 +248,24 @@ class WeightGradients:
             left = ", ".join(f"{s}W{m} ({len(queue)} queued)" for (s, m), queue in self._waiting.items())
             raise RuntimeError(f"weight gradients not computed: {left}")
 
+    @contextmanager
+    def keeping_graphs(self) -> Iterator[None]:
+        """Surrounds one call of a schedule, in which the W's of a stage share a graph, as nearly all are alike.
+
+        A graph holds the parameters, their dtype, and whether they are trained; hooks are those of each W.
+        """
+        self._graphs = {}
+        try:
+            yield
+        finally:
+            self._graphs = None
+
     def _backward(self, uses: Uses, compute: Closure) -> None:
-        graph = self._graphs.get(uses)
+        graph = None if self._graphs is None else self._graphs.get(uses)
         if graph is None:
-            graph = self._graphs[uses] = _Graph(uses)
+            graph = WeightGraph(uses)
+            if self._graphs is not None:
+                self._graphs[uses] = graph
         graph.run(compute)
 
     def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
@@ -404,48 +411,3 @@ def _nothing() -> None:
 def _computed(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Closure of gradients that are already computed."""
     return gradients
-
-
-class _Graph:
-    """A backward that computes the gradients of a queue's closures, one closure after another.
-
-    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So each
-    gradient is accumulated, and its parameter's hooks run, before the next one is computed. Where closures share a
-    parameter autograd adds up their gradients, and its hooks fire once. Gradients are cast to the parameter's dtype.
-
-    It holds the parameters, their dtype, and whether they are trained.
-
-    Args:
-        uses: the parameters of each closure, in order.
-    """
-
-    def __init__(self, uses: Uses) -> None:
-        self._compute: list[Closure] = []
-        device = next((parameter.device for parameters in uses for parameter in parameters), None)
-        start = following = torch.empty(0, device=device, requires_grad=True)
-        with torch.enable_grad():
-            for parameters in reversed(uses):
-                following = _Node.apply(self._compute, following, *parameters)
-        self._first, self._nothing = (following,), (start.detach(),)
-
-    def run(self, compute: Closure) -> None:
-        """Runs it; ``compute`` returns the gradients of one closure after another."""
-        self._compute.append(compute)
-        try:
-            engine(self._first, self._nothing, True, False, (), True, accumulate_grad=True)
-        finally:
-            self._compute.pop()
-
-
-class _Node(torch.autograd.Function):
-    """An empty output of a closure's parameters and of the node that follows, which gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: list[Closure], following: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.compute = compute
-        ctx.set_materialize_grads(False)
-        return following.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.compute[-1]() or ())

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import Product, defer
-from megatron.schedules.runtime.parameter_leaves import without_modes
+from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 # Why a linear's weight gradient is computed in I.
