@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.weight_gradients import Closure, WeightGradients
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.runtime.weight_graph import Closure
 from tests.runtime.plain_stages import SHAPE, SplitLinear
 from tests.waiting import HANGS_S
 
@@ -306,6 +307,44 @@ def test_a_parameter_has_the_hooks_and_the_dtype_that_it_has_now():
     assert [gradient.dtype for gradient in seen] == [torch.float32, torch.float64], "one hook each, none of before"
     assert seen[1].tolist() == [0.1, 0.1]
     del newer
+
+
+def test_microbatches_of_a_call_share_a_graph_and_run_the_hooks_of_the_moment():
+    store, seen = WeightGradients(), list[Tensor]()
+    weight, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    doubled: list[Any] = []
+    with store.keeping_graphs():
+        for microbatch in range(4):
+            if microbatch == 1:
+                keep = _count_hooks(weight, seen)
+            if microbatch == 2:
+                doubled.append(weight.register_hook(lambda gradient: 2 * gradient))
+            if microbatch == 3:
+                doubled.pop().remove()
+            with store.split(0, microbatch):
+                store.defer((0, microbatch), lambda: [torch.ones(2)], parameters=[weight])
+                store.defer(
+                    (0, microbatch),
+                    lambda m=microbatch: [torch.full((2,), m), torch.ones(2)],
+                    parameters=[weight, other],
+                )
+            store.run(0, microbatch)
+    # Of the first microbatch, before data parallelism takes gradients away, and of the second.
+    assert [gradient.tolist() for gradient in seen] == [[3, 3], [6, 6], [4, 4]]
+    assert other.grad is not None and other.grad.tolist() == [4, 4]
+    alive = weakref.ref(weight)
+    del weight, keep
+    gc.collect()
+    assert alive() is None
+
+
+def test_after_a_closure_that_fails_a_shared_graph_serves_the_next_microbatch():
+    store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(2))
+    with store.keeping_graphs():
+        with pytest.raises(ZeroDivisionError):
+            _w_of(store, lambda: [torch.ones(2) / (1 // 0)], parameters=[weight])
+        _w_of(store, lambda: [torch.ones(2)], microbatch=1, parameters=[weight])
+    assert weight.grad is not None and weight.grad.tolist() == [1.0, 1.0]
 
 
 def test_a_parameter_is_not_kept_alive():

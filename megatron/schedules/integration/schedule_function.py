@@ -243,7 +243,7 @@ class ScheduleFunction:
             if log is not None:
                 observers += log.begin(program, timeline)
             noted = host_waits(self._waits if log is not None and not self._reported else None)
-            with self._inputs.compared(chunks), noted:
+            with self._inputs.compared(chunks), noted, deferred.store.keeping_graphs():
                 run(program, stages, transport, observers, self._tracker)
             if log is not None:
                 log.end()

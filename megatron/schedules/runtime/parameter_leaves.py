@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward as engine
+
+from megatron.schedules.runtime.function_modes import without_modes
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -53,6 +55,7 @@ class ParameterLeaves:
         self._switches: dict[Key, list[Switch]] = {}
         self._without_graph: Collection[int] = ()
         self._refusal = ""
+        self._twice = False  # whether a backward has made a graph, whose own backward may reach leaves in I
 
     def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> Tensor:
         """Returns a leaf that takes the place of ``parameter`` in the forward of ``key``.
@@ -78,6 +81,8 @@ class ParameterLeaves:
 
         These are the gradients of a gradient that user code has computed in the forward (``create_graph``).
         """
+        if not self._twice:
+            return []
         return [
             (stand_in.parameter, _take(stand_in.leaf))
             for stand_in in self._leaves.get(key, ())
@@ -89,11 +94,9 @@ class ParameterLeaves:
         self._leaves.pop(key, None)
         self._switches.pop(key, None)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Surrounds a split forward: every backward in it is user code's."""
-        with self._backwards(None):
-            yield
+        return _Pass(self, None)
 
     @contextmanager
     def input_gradient(self, key: Key) -> Iterator[None]:
@@ -102,8 +105,15 @@ class ParameterLeaves:
         Backwards inside, such as those of recomputed blocks, belong to I unless they have ``inputs`` or
         ``create_graph``.
         """
-        with self._backwards(key), self._hooks_watched(key):
-            yield
+        handles = [
+            parameter.register_hook(partial(self._watched, name)) for name, parameter in self._watched_in(key).items()
+        ]
+        try:
+            with _Pass(self, key):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
         self._switches.pop(key, None)
 
     @contextmanager
@@ -114,7 +124,7 @@ class ParameterLeaves:
         """
         outer, self._without_graph, self._refusal = self._without_graph, parameters, refusal
         try:
-            with self._backwards(None):
+            with _Pass(self, None):
                 yield
         finally:
             self._without_graph = outer
@@ -128,39 +138,15 @@ class ParameterLeaves:
         finally:
             self.deferring = outer
 
-    @contextmanager
-    def _hooks_watched(self, key: Key) -> Iterator[None]:
-        leaves = (stand_in for stand_in in self._leaves.get(key, ()) if self._watches_all or _has_hooks(stand_in))
-        parameters = {id(stand_in.parameter): stand_in.parameter for stand_in in leaves}
-        handles = [parameter.register_hook(partial(self._watched, name)) for name, parameter in parameters.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _watched_in(self, key: Key) -> dict[int, Tensor]:
+        """Returns the parameters of ``key`` whose hooks are watched, by identity."""
+        leaves = self._leaves.get(key, ())
+        with without_modes():
+            return {id(leaf.parameter): leaf.parameter for leaf in leaves if self._watches_all or _has_hooks(leaf)}
 
     def _watched(self, name: int, _: Tensor) -> None:
         if self.deferring is not None:
             self.partial.add(name)
-
-    @contextmanager
-    def _backwards(self, deferring: Key | None) -> Iterator[None]:
-        with _sees_backwards(self), self._defer(deferring):
-            yield
-
-    @contextmanager
-    def _defer(self, key: Key | None) -> Iterator[None]:
-        outer, self.deferring = self.deferring, key
-        which = key or outer
-        switches = () if which is None else self._switches.get(which, ())
-        for switch in switches:
-            switch(key is not None)
-        try:
-            yield
-        finally:
-            self.deferring = outer
-            for switch in switches:
-                switch(outer is not None)
 
     def run_backward(
         self,
@@ -174,6 +160,7 @@ class ParameterLeaves:
     ) -> Any:
         """Runs a backward in place of torch's own function, with the same parameters."""
         options = keep_graph, create_graph
+        self._twice |= create_graph
         if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
             return engine(outputs, gradients, *options, inputs, allow_unreachable, accumulate_grad=True)
         if any(id(input) in self._without_graph for input in inputs):
@@ -181,7 +168,7 @@ class ParameterLeaves:
         leaves = [[stand_in.leaf for stand_in in self._open() if stand_in.parameter is input] for input in inputs]
         asked = (*inputs, *(leaf for of_input in leaves for leaf in of_input))
         allowed = allow_unreachable or len(asked) > len(inputs)
-        with self._defer(None):
+        with _Deferring(self, None):
             computed = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
             if not accumulate_grad:
                 return _joined(inputs, leaves, computed, allow_unreachable)
@@ -200,27 +187,53 @@ class ParameterLeaves:
         return (stand_in for leaves in self._leaves.values() for stand_in in leaves)
 
 
+class _Deferring:
+    """Sets :attr:`ParameterLeaves.deferring` for a while, and tells the switches of that key, or of the one before."""
+
+    __slots__ = ("_key", "_leaves", "_outer", "_switches")
+
+    def __init__(self, leaves: ParameterLeaves, key: Key | None) -> None:
+        self._leaves, self._key = leaves, key
+
+    def __enter__(self) -> None:
+        leaves, key = self._leaves, self._key
+        self._outer, leaves.deferring = leaves.deferring, key
+        which = key or self._outer
+        self._switches = () if which is None else leaves._switches.get(which, ())
+        for switch in self._switches:
+            switch(key is not None)
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves.deferring = self._outer
+        for switch in self._switches:
+            switch(self._outer is not None)
+
+
 # Whose passes run now, each with its thread.
 _running: list[tuple[int, ParameterLeaves]] = []
 _lock = threading.Lock()
 
 
-@contextmanager
-def _sees_backwards(leaves: ParameterLeaves) -> Iterator[None]:
-    """Lets ``leaves`` run every backward of the process while a pass runs.
+class _Pass(_Deferring):
+    """Lets leaves run every backward of the process while a pass runs.
 
     torch has no public way to see them: what is replaced is what autograd.grad, autograd.backward and Tensor.backward
     all call, however they were imported.
     """
-    entry = (threading.get_ident(), leaves)
-    with _lock:
-        _running.append(entry)
-        torch.autograd._engine_run_backward = _run_backward
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_entry",)
+
+    def __enter__(self) -> None:
+        self._entry = (threading.get_ident(), self._leaves)
         with _lock:
-            _running.remove(entry)
+            _running.append(self._entry)
+            torch.autograd._engine_run_backward = _run_backward
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with _lock:
+            _running.remove(self._entry)
             if not _running:
                 torch.autograd._engine_run_backward = engine
 

@@ -19,6 +19,7 @@ from torch.utils.dlpack import to_dlpack
 
 from megatron.schedules.programs.program import SENDS_IN_FLIGHT, Channel
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
+from megatron.schedules.runtime.function_modes import without_modes
 
 
 class MessageSpec(NamedTuple):
@@ -245,23 +246,26 @@ class Transport:
             ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
         """
         shape, dtype, _ = self._spec
-        fits = tensor.shape == shape if self._shapes is None else tensor.dim() == len(shape)
-        if not fits or tensor.dtype != dtype:
-            agreed = tuple(shape) if self._shapes is None else f"in {len(shape)} dimensions"
-            raise ValueError(f"a message of {dtype} {agreed} was agreed, not {tensor.dtype} {tuple(tensor.shape)}")
-        if self._shapes is not None:
-            self._shapes.send(peer, torch.tensor(tensor.shape))
-        sends = self._sends[peer]
-        if len(sends) == SENDS_IN_FLIGHT:
-            sends.popleft()[0].wait()
-        payload = tensor.to(self._channels.device).contiguous()
-        sends.append((self._channels.outgoing[peer].send(payload), payload))
+        with without_modes():
+            fits = tensor.shape == shape if self._shapes is None else tensor.dim() == len(shape)
+            if not fits or tensor.dtype != dtype:
+                agreed = tuple(shape) if self._shapes is None else f"in {len(shape)} dimensions"
+                raise ValueError(f"a message of {dtype} {agreed} was agreed, not {tensor.dtype} {tuple(tensor.shape)}")
+            if self._shapes is not None:
+                self._shapes.send(peer, torch.tensor(tensor.shape))
+            sends = self._sends[peer]
+            if len(sends) == SENDS_IN_FLIGHT:
+                sends.popleft()[0].wait()
+            payload = tensor.to(self._channels.device).contiguous()
+            sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
         """Posts the receive of the next message from pipeline rank ``peer``; returns at once, but for ``shapes``."""
         shape = self._spec.shape if self._shapes is None else self._shapes.receive(peer).wait().tolist()
-        buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
-        return _Arriving(self._channels.incoming[peer].receive(buffer), buffer, self._spec.device)
+        with without_modes():
+            buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
+            work = self._channels.incoming[peer].receive(buffer)
+        return _Arriving(work, buffer, self._spec.device)
 
     def collective(self, chain: Chain) -> Pending:
         """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
@@ -292,4 +296,5 @@ class _Arriving(NamedTuple):
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.buffer.to(self.device)
+        with without_modes():
+            return self.buffer.to(self.device)

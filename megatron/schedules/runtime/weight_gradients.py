@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, engine
-
-Closure = Callable[[], Sequence[Tensor | None] | None]
-"""Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
+from megatron.schedules.runtime.function_modes import without_modes
+from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
+from megatron.schedules.runtime.weight_graph import Closure, Uses, WeightGraph
 
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
@@ -58,6 +57,7 @@ class WeightGradients:
         volatile: set[int] | None = None,
     ) -> None:
         self.volatile: set[int] = set() if volatile is None else volatile
+        self._graphs: dict[Uses, WeightGraph] | None = None
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[_Deferred]] = {}
@@ -73,31 +73,30 @@ class WeightGradients:
         """The (stage, microbatch) whose backward will be split, or None outside :meth:`split`."""
         return self._current
 
-    @contextmanager
-    def split(self, stage: int, microbatch: int) -> Iterator[None]:
+    def split(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Makes (stage, microbatch) current and opens it: a :meth:`run` must follow, even with nothing deferred.
 
         A backward in it is user code's, and defers nothing.
         """
-        with self._open((stage, microbatch)), self.leaves.forward():
-            yield
+        return self._open((stage, microbatch), self.leaves.forward())
 
     @contextmanager
     def input_gradient(self, stage: int, microbatch: int) -> Iterator[None]:
         """Works like :meth:`split` for the engine's I, which defers."""
         key = (stage, microbatch)
-        with self._open(key), self.leaves.input_gradient(key):
+        with self._open(key, self.leaves.input_gradient(key)):
             yield
             self._settle_newest(self._queue(key))
             for parameter, gradient in self.leaves.arrived(key):
                 self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
 
     @contextmanager
-    def _open(self, key: Key) -> Iterator[None]:
+    def _open(self, key: Key, backwards: AbstractContextManager[None]) -> Iterator[None]:
         outer, self._current = self._current, key
         self._waiting.setdefault(key, deque())
         try:
-            yield
+            with backwards:
+                yield
         finally:
             self._current = outer
 
@@ -134,9 +133,10 @@ class WeightGradients:
         """
         queue = self._queue(key)
         self._settle_newest(queue)
-        queue.append(_Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed))
-        queue[-1].hold(held_tensors)
-        self._count(queue[-1], 1)
+        item = _Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
+        item.hold(held_tensors)
+        self._count(item, 1)
+        queue.append(item)
 
     def kept(self, operand: Any) -> Any:
         """Returns an operand of a closure as it may wait for W: a copy of each tensor in :attr:`volatile` memory."""
@@ -188,7 +188,7 @@ class WeightGradients:
         if then is not None and all(item.computed for item in queue):
             self.prefetch(*then)
         if queue:
-            _backward([item.parameters for item in queue], partial(self._take_first, queue, then))
+            self._backward(tuple(item.parameters for item in queue), partial(self._take_first, queue, then))
         del self._waiting[key]
         self.leaves.close(key)
 
@@ -225,7 +225,7 @@ class WeightGradients:
                     flops -= item.flops
                     # A forward's autocast does not concern W.
                     with torch.autocast(item.parameters[0].device.type, enabled=False), self.leaves.outside():
-                        _backward([item.parameters], partial(self._take, item))
+                        self._backward((item.parameters,), partial(self._take, item))
                     item.finish()
         return flops
 
@@ -247,6 +247,26 @@ class WeightGradients:
         if self._waiting:
             left = ", ".join(f"{s}W{m} ({len(queue)} queued)" for (s, m), queue in self._waiting.items())
             raise RuntimeError(f"weight gradients not computed: {left}")
+
+    @contextmanager
+    def keeping_graphs(self) -> Iterator[None]:
+        """Surrounds one call of a schedule, in which the W's of a stage share a graph, as nearly all are alike.
+
+        A graph holds the parameters, their dtype, and whether they are trained; hooks are those of each W.
+        """
+        self._graphs = {}
+        try:
+            yield
+        finally:
+            self._graphs = None
+
+    def _backward(self, uses: Uses, compute: Closure) -> None:
+        graph = None if self._graphs is None else self._graphs.get(uses)
+        if graph is None:
+            graph = WeightGraph(uses)
+            if self._graphs is not None:
+                self._graphs[uses] = graph
+        graph.run(compute)
 
     def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
         """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
@@ -277,14 +297,20 @@ class WeightGradients:
 
 def _prefetch_first(queue: deque[_Deferred]) -> bool:
     """Starts the communication of the first closure that still has to compute; returns whether there is one."""
-    first = next((item for item in queue if not item.computed), None)
-    if first is not None:
-        first.prefetch()
-    return first is not None
+    for item in queue:
+        if not item.computed:
+            item.prefetch()
+            return True
+    return False
 
 
 class _Deferred:
     """One operation's weight gradients, waiting; see :meth:`WeightGradients.defer`."""
+
+    __slots__ = (
+        *("_gathers", "_held", "_hold", "_key", "_meter", "_prefetch", "_replayed", "_settle", "_versions"),
+        *("closure", "computed", "finished", "parameters"),
+    )
 
     def __init__(
         self,
@@ -301,7 +327,8 @@ class _Deferred:
         self.computed = self.finished = False
         self._gathers, self._replayed = prefetch is not None, replayed
         self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
-        self._held: list[tuple[Tensor, int]] = []
+        self._held: Sequence[Tensor] = ()
+        self._versions: list[int] = []
         self._hold: Hold | None = None
 
     @property
@@ -325,11 +352,11 @@ class _Deferred:
         if self._replayed is not None:
             return self._replayed.flops
         shape = self.parameters[0].shape
-        return 0.0 if self.computed else 2.0 * sum(t.numel() for t, _ in self._held) * shape.numel() / sum(shape)
+        return 0.0 if self.computed else 2.0 * sum(tensor.numel() for tensor in self._held) * shape.numel() / sum(shape)
 
     def finish(self) -> None:
         """Frees it, done ahead of W. It keeps its place, so that W gathers for the others at the same points."""
-        self.closure, self.parameters, self._held, self.finished = _nothing, (), [], True
+        self.closure, self.parameters, self._held, self._versions, self.finished = _nothing, (), (), [], True
 
     def prefetch(self) -> None:
         """Starts its communication; later calls do nothing."""
@@ -341,9 +368,10 @@ class _Deferred:
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Counts and watches these from now on, in place of those before."""
         self.release()
-        self._held = [(tensor, tensor._version) for tensor in tensors]
+        self._held = tuple(tensors)
+        self._versions = _versions(self._held)
         if self._meter is not None:
-            self._hold = self._meter.hold(tensor for tensor, _ in self._held)
+            self._hold = self._meter.hold(self._held)
 
     def settle(self, ahead: bool) -> bool:
         """Computes ahead of W or decides to wait, on the first call; returns whether this call computed."""
@@ -357,17 +385,23 @@ class _Deferred:
         return ahead
 
     def check_versions(self) -> None:
-        for tensor, version in self._held:
-            if tensor._version != version:
+        """Raises RuntimeError if a held tensor was modified."""
+        for tensor, held, now in zip(self._held, self._versions, _versions(self._held), strict=True):
+            if held != now:
                 stage, microbatch = self._key
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} held for {stage}W{microbatch} was modified "
-                    f"in place after its I: version {version} then, {tensor._version} now"
+                    f"in place after its I: version {held} then, {now} now"
                 )
 
     def release(self) -> None:
         if self._hold is not None:
             self._hold.release()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    with without_modes():
+        return [tensor._version for tensor in tensors]
 
 
 def _nothing() -> None:
@@ -377,39 +411,3 @@ def _nothing() -> None:
 def _computed(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Closure of gradients that are already computed."""
     return gradients
-
-
-def _backward(uses: Sequence[Sequence[Tensor]], compute: Closure) -> None:
-    """Runs a backward that computes the gradients of a queue's closures, one closure after another.
-
-    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So each
-    gradient is accumulated, and its parameter's hooks run, before the next one is computed. Where closures share a
-    parameter autograd adds up their gradients, and its hooks fire once. Gradients are cast to the parameter's dtype.
-
-    The graph is made anew for each W: it holds what autograd knows of the parameters now, such as their hooks, their
-    dtype and whether they are trained, and it keeps none of them alive.
-
-    Args:
-        uses: the parameters of each closure, in order.
-        compute: returns the gradients of one closure after another.
-    """
-    device = next((parameter.device for parameters in uses for parameter in parameters), None)
-    start = following = torch.empty(0, device=device, requires_grad=True)
-    with torch.enable_grad():
-        for parameters in reversed(uses):
-            following = _Node.apply(compute, following, *parameters)
-    engine((following,), (start.detach(),), False, False, (), True, accumulate_grad=True)
-
-
-class _Node(torch.autograd.Function):
-    """An empty output of a closure's parameters and of the node that follows, which gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: Closure, following: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.compute = compute
-        ctx.set_materialize_grads(False)
-        return following.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.compute() or ())

@@ -22,20 +22,19 @@ not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import layers as stock
-from megatron.core.utils import (
-    get_tensor_model_parallel_group_if_none,
-    prepare_input_tensors_for_wgrad_compute,
-)
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import Product, defer
+from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 # Why a linear's weight gradient is computed in I.
@@ -53,6 +52,8 @@ _DEFAULTS = {
     if parameter.default is not parameter.empty
 }
 _INPUT = 1 + _PARAMETERS.index("input")
+_in_order = itemgetter(*_PARAMETERS)
+_UNCHANGED = nullcontext()
 
 
 def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -97,7 +98,7 @@ def defers(linear: torch.nn.Module) -> bool:
     weight: Any = linear.weight
     bias: Any = linear.bias
     splits: bool = linear.__dict__["_forward_impl"].splits
-    return splits and not any(holds for _, holds in _whole_cases(weight, bias, {}))
+    return splits and _why_whole(weight, bias, {}) is None
 
 
 def whole_because(linear: torch.nn.Module) -> str | None:
@@ -120,9 +121,9 @@ class _ForwardImpl:
     """Replaces one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
 
     def __init__(self, module: Any, store: WeightGradients, *, splits: bool) -> None:
-        self._module = module
         self._stocks = module._forward_impl
         self._store = store
+        self._row_parallel, self._gathered_over = isinstance(module, stock.RowParallelLinear), _scattered_over(module)
         self.splits = splits
         self.whole_because: str | None = None
 
@@ -142,33 +143,35 @@ class _ForwardImpl:
     def _split(self, key: Key, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
         given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
-        weight, bias = given["weight"], given["bias"]
-        self.whole_because = next((why for why, holds in _whole_cases(weight, bias, given) if holds), None)
-        if self.whole_because is not None:
-            return None
-        call = _Call(
-            self._store,
-            key,
-            weight,
-            bias if bias is not None and bias.requires_grad else None,
-            row_parallel=isinstance(self._module, stock.RowParallelLinear),
-            gathered_over=_scattered_over(self._module),
-        )
-        given["weight"] = leaf = self._store.leaves.add(key, weight)
+        weight, bias, leaves = given["weight"], given["bias"], self._store.leaves
+        with without_modes():
+            self.whole_because = _why_whole(weight, bias, given)
+            if self.whole_because is not None:
+                return None
+            given["weight"] = leaf = leaves.add(key, weight)
+            trained = bias if bias is not None and bias.requires_grad else None
+            if trained is not None:
+                given["bias"] = leaves.add(key, trained)
         if given["gradient_accumulation_fusion"] and hasattr(weight, "main_grad"):
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
-        if call.bias is not None:
-            given["bias"] = self._store.leaves.add(key, call.bias)
         given["tp_group"] = get_tensor_model_parallel_group_if_none(given["tp_group"])
-        return _SplitLinear.apply(call, *(given[name] for name in _PARAMETERS))
+        call = _Call(self._store, key, weight, trained, self._row_parallel, self._gathered_over)
+        return _SplitLinear.apply(call, *_in_order(given))
 
 
-def _whole_cases(weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    yield FROZEN, not weight.requires_grad
-    yield "weight or bias computed from other parameters", not weight.is_leaf or (bias is not None and not bias.is_leaf)
-    yield "weight sharded over a rematerialisation group", given.get("gtp_remat_size", 1) != 1
-    yield FSDP, hasattr(weight, "__fsdp_param__")
-    yield "output of another type than its weight", given.get("output_dtype") not in (None, weight.dtype)
+def _why_whole(weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> str | None:
+    """Returns why a linear that is ``given`` these arguments is not split; None if it is."""
+    if not weight.requires_grad:
+        return FROZEN
+    if not weight.is_leaf or (bias is not None and not bias.is_leaf):
+        return "weight or bias computed from other parameters"
+    if given.get("gtp_remat_size", 1) != 1:
+        return "weight sharded over a rematerialisation group"
+    if hasattr(weight, "__fsdp_param__"):
+        return FSDP
+    if given.get("output_dtype") not in (None, weight.dtype):
+        return "output of another type than its weight"
+    return None
 
 
 def _hookable(weight: Any) -> Tensor:
@@ -216,6 +219,11 @@ class _Call(NamedTuple):
     row_parallel: bool
     gathered_over: ProcessGroup | None
 
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Those that W gives gradients to."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
 
 class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
     """Stock's linear, which in the engine's I computes only the input gradient and defers W to the store.
@@ -246,8 +254,7 @@ class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
                 call.store.compute_ahead(call.key)
                 reducing.wait()
         work = _WeightGradient(ctx, call.store.kept(input), call.store.kept(grad_output))
-        parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
-        defer(call.store, call.key, work.product, work, parameters)
+        defer(call.store, call.key, work, work, call.parameters)
         return None, grad_input, *(None,) * (len(_PARAMETERS) - 1)
 
 
@@ -273,28 +280,29 @@ def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
     return grad_input, None
 
 
-class _WeightGradient:
+class _WeightGradient(Product):
     """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         call: _Call = ctx.call
         self._call, fuses = call, bool(ctx.gradient_accumulation_fusion)
         self._dtype = input.dtype if fuses else None  # a tensor attribute is slow if functions are overridden
-        self.product = Product(
-            self._compute,
+        # This runs inside backward, where custom_bwd has restored the forward's autocast state.
+        self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        super().__init__(
+            self._gradients,
             input,
             grad_output,
             over=ctx.tp_group if ctx.sequence_parallel else None,
             gathered_over=call.gathered_over,
             ahead=call.row_parallel and fuses,
         )
-        # This runs inside backward, where custom_bwd has restored the forward's autocast state.
-        self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
-    def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
+    def _gradients(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         call = self._call
-        grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
+        # As stock does, for the same bits: contiguous, and in two dimensions.
+        input, grad_output = (operand.contiguous().flatten(0, -2) for operand in (input, grad_output))
         with self._as_in_forward():
             if self._dtype is not None:
                 add_to_main_grad(call.weight, input, grad_output)
@@ -305,12 +313,12 @@ class _WeightGradient:
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """Restores the forward's autocast state. W begins without one; I has the state of its own backward."""
-        if self._autocast is None and not self.product.ahead:
-            return nullcontext()
+        if self._autocast is None and not self.ahead:
+            return _UNCHANGED
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
 
     def __call__(self) -> list[Tensor | None]:
-        gradient, *others = self.product.result()
+        gradient, *others = self.result()
         if self._dtype is not None:
             gradient = fused_gradient(self._call.weight, self._dtype)
         return [gradient, *others]

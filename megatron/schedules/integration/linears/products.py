@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.schedules.runtime.weight_gradients import Closure, Key, WeightGradients
+from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
+from megatron.schedules.runtime.weight_graph import Closure
 
 
 class Product:

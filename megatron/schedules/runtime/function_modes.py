@@ -1,0 +1,11 @@
+"""Torch's function modes, such as a default device, which take ten times as long as a read of a tensor's attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Surrounds code that reads attributes of tensors, or names the device of each tensor that it makes."""
