@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import megatron.schedules
-from megatron.schedules.search import compiled
+from megatron.schedules.search import compiled, rounds
 from megatron.schedules.search.compiled import compiled_climb, kept_code, records, work_for
 from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import Instance
@@ -129,6 +129,7 @@ def test_fewer_passes_pay_for_loading_than_for_compiling(
     passes: float, is_kept: bool, pays: bool, monkeypatch: pytest.MonkeyPatch
 ):
     ready: list[bool] = []
+    monkeypatch.setattr(rounds, "has_compiled_code", lambda: is_kept)
     monkeypatch.setattr(compiled, "is_kept", lambda: is_kept)
     monkeypatch.setattr(compiled, "compiled_climb", lambda: ready.append(True))
     assert pays_off(passes) == bool(ready) == pays
@@ -137,7 +138,7 @@ def test_fewer_passes_pay_for_loading_than_for_compiling(
 def test_another_version_of_the_code_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """The functions that it calls are not seen by numba."""
     small()
-    monkeypatch.setattr(compiled, "code_version", lambda _: "another")
+    monkeypatch.setattr(compiled, "compiled_version", lambda: "another")
     assert small().stats.cache_misses
     assert len(files(kept)) == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from megatron.schedules.utils.printable import amount, counted, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of text that is not written to a terminal
+# New objects after which Python looks for unreachable cycles. A large plan has a million passes, and none in a cycle.
+_OBJECTS = 200_000
 _LIMITING = 0.02  # least bubble that uneven ranks leave, from which a line says so
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -338,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns the exit status of :func:`.ending.run`.
     """
+    gc.set_threshold(_OBJECTS)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars and shades on an ASCII-only terminal

@@ -166,15 +166,17 @@ class _Frame:
 
     def _shades(self, placement: Placement, lane: Lane) -> Text:
         """Returns a row with columns longer than a pass; each mixes the colours of its passes."""
-        row, scale = Text(), self.scale
-        shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(self.columns)]
+        row, scale, columns = Text(), self.scale, self.columns
+        shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(columns)]
+        chunks = [placement.chunk_of(stage) for stage in range(placement.stages)]
         for (stage, kind, _), start, end in lane:
-            look, first, last = (kind, placement.chunk_of(stage)), start * scale, end * scale
+            look, first, last = (kind, chunks[stage]), start * scale, end * scale
             column = int(first)
-            while first < last and column < self.columns:
-                share, until = shares[column], min(last, column + 1)
+            while first < last and column < columns:
+                share, following = shares[column], column + 1
+                until = last if last < following else following
                 share[look] = share.get(look, 0.0) + until - first
-                first, column = until, column + 1
+                first, column = until, following
         for share in shares:
             busy = sum(share.values())
             if self.colour and busy:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
+from operator import itemgetter
 
 from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, Pass, StageKind, sources
 from megatron.schedules.schedule.placement import Placement
@@ -41,7 +42,7 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """Kinds of its passes."""
-        return frozenset(kind for row in self.order for _, kind, _ in row)
+        return frozenset(map(itemgetter(1), chain.from_iterable(self.order)))
 
     @property
     def splits(self) -> bool:
@@ -126,14 +127,14 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
     R, O and L passes, which only some microbatches have, stay with their backwards. If one of them would then come
     before its F, the schedule is returned unchanged.
     """
+    if schedule.kinds.isdisjoint(SAVING):
+        return replace(schedule, order=tuple(map(_in_turn, schedule.order)))
     rows = tuple(map(_renumbered, schedule.order))
     return replace(schedule, order=rows) if all(map(_after_their_forwards, rows)) else schedule
 
 
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Gives each pass of a rank the first ready microbatch. Optional passes stay with their backwards."""
-    if not any(work.kind in SAVING for work in row):
-        return tuple(_in_turn(row))
     required = iter(_in_turn([work for work in row if work.kind not in SAVING]))
     renumbered = [work if work.kind in SAVING else next(required) for work in row]
     there = {work for work in row if work.kind in SAVING}
@@ -161,7 +162,7 @@ def _after_their_forwards(row: Sequence[Pass]) -> bool:
     return True
 
 
-def _in_turn(row: Sequence[Pass]) -> list[Pass]:
+def _in_turn(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Does :func:`_renumbered` for passes that every microbatch has."""
     done: dict[StageKind, list[int]] = defaultdict(list)
     ready: dict[StageKind, Iterator[int]] = {}
@@ -177,7 +178,7 @@ def _in_turn(row: Sequence[Pass]) -> list[Pass]:
         m = next(turn)
         note(m)
         renumbered.append(work if m == number else Pass(stage, kind, m))
-    return renumbered
+    return tuple(renumbered)
 
 
 def gradients_complete(row: Sequence[Pass]) -> dict[int, int]:

@@ -89,7 +89,8 @@ class Timeline:
     @cached_property
     def recomputed(self) -> float:
         """Share of the computing time that R passes take. Papers count only the rest as work."""
-        recomputed = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
+        kinds = {kind for kind in self.schedule.kinds if KINDS[kind].spares}
+        recomputed = [work for _, work in self.schedule.passes() if work.kind in kinds] if kinds else []
         return sum(self.costs.durations_of(recomputed)) / (self.ideal * self.schedule.ranks)
 
     @property
@@ -120,6 +121,8 @@ class Timeline:
     @property
     def messages(self) -> tuple[float, float]:
         """Shares of the makespan in which an average rank's experts' messages are hidden, and exposed."""
+        if not self.costs.has_messages:
+            return 0.0, 0.0
         whole = self.schedule.ranks * self.makespan
         return sum(self.hidden) / whole, sum(self.exposed) / whole
 
@@ -181,6 +184,8 @@ def whole_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 
 def _whole_peak(row: Sequence[Pass], costs: StageCosts) -> float:
+    if not costs.passing:
+        return max(accumulate(costs.changes_of(row), initial=0.0))
     most = before = 0.0
     for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
         extra = costs.passing[kind][stage] if kind in costs.passing else 0.0

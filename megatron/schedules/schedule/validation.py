@@ -51,9 +51,10 @@ def _validate_passes(schedule: Schedule) -> None:
         count = Counter(chain.from_iterable(schedule.order))
         doubled = next(work for work, times in count.items() if times > 1)
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
-    for stage, kind, m in chain.from_iterable(schedule.order):
-        back = KINDS[kind].returns
-        if back is not None and (stage, back, m) not in there:
+    returns = {kind: back for kind in schedule.kinds if (back := KINDS[kind].returns) is not None}
+    for stage, kind, m in chain.from_iterable(schedule.order if returns else ()):
+        if kind in returns and (stage, returns[kind], m) not in there:
+            back = returns[kind]
             raise PlanError(f"{schedule.name}: {stage}{back}{m} is missing: {stage}{kind}{m} is of no use without it")
     alone = [kind for kind in SPLIT if kind not in PARTS]
     for stage in range(schedule.placement.stages):

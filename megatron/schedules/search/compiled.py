@@ -17,10 +17,7 @@ from megatron.schedules.search import moves
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
 from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule, set_left
 from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
-from megatron.schedules.utils.private_folder import COMPILED, code_version, private_folder, warn_once
-
-# Packages whose code may be in compiled code.
-_COMPILED_ROOMS = ("schedule", "search", "utils")
+from megatron.schedules.utils.private_folder import COMPILED, compiled_version, private_folder, warn_once
 
 
 class Queue(NamedTuple):
@@ -127,9 +124,6 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
 
 def is_kept() -> bool:
     """Checks whether :func:`compiled_climb` loads machine code of an earlier process, instead of compiling."""
-    private = private_folder()
-    if private is None or not any((private / COMPILED).glob(f"{_sources()}-*")):
-        return False  # known without numba, whose import takes half a second
     folder = _cache_folder()
     return folder is not None and any(folder.rglob(f"*.{moves.climb.__name__}-*.nbi"))  # numba's index of what it kept
 
@@ -233,11 +227,7 @@ def _cache_folder() -> Path | None:
         return None
     # numba names files alike for all CPUs, so processes on different machines need different folders.
     cpu = hashlib.sha256(repr(cpu_target.target_context.codegen().magic_tuple()).encode()).hexdigest()[:8]
-    return folder / COMPILED / f"{_sources()}-{numba.__version__}-{cpu}"
-
-
-def _sources() -> str:
-    return code_version(_COMPILED_ROOMS)[:16]
+    return folder / COMPILED / f"{compiled_version()}-{numba.__version__}-{cpu}"
 
 
 def _njit(**options: bool) -> Callable[..., Any]:

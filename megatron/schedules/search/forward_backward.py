@@ -56,8 +56,10 @@ def one_round(
     set_left(both.forward, order, backwards, work.space.left, work.space.due)
     turned, size = both.turned, len(order)
     tasks, target = (both.backward, work.base) if backwards else (both.forward, result)
-    for at in range(size):
-        target[at] = order[turned[at] if backwards else at]
+    target[:] = order
+    if backwards:
+        for at in range(size):
+            target[at] = order[turned[at]]
     length = list_schedule(tasks, target, limits, policy, work.space, target)
     if backwards:
         for at in range(size):
@@ -106,8 +108,7 @@ def settle(
         if reached:
             if length > shortest - EPSILON:
                 return shortest, rounds
-            for at in range(len(result)):
-                result[at] = target[at]
+            result[:] = target
         reached, shortest = True, length
         if most == 0 or length > worth:
             return shortest, rounds

@@ -181,11 +181,12 @@ def list_schedule(
     missing, ready, following, preceding, events, left, due = space[:7]
     held, free_at, wakes, channel_free, place_of, released, oldest, turn, newest = space[7:]
     ranks, size = len(first) - 1, len(order)
-    hides = len(message) > 0
+    hides, noisy = len(message) > 0, noise > 0
     stages = 0
     if hides:
         for task in range(size):
             stages = max(stages, stage[task] + 1)
+    missing[:] = waits
     inputs = [0] * stages  # remaining I's of each stage
     if hides:
         for task in range(size):
@@ -194,10 +195,10 @@ def list_schedule(
         oldest[rank] = turn[rank] = newest[rank] = place_of[rank] = first[rank]
         held[rank] = free_at[rank] = wakes[rank] = channel_free[rank] = channel_free[ranks + rank] = 0.0
         before, open_ones = size + rank, 0
-        for place in range(first[rank], first[rank + 1]):
-            task = order[place]
-            missing[task], ready[task] = waits[task], 0.0
-            open_ones += waits[task] == 0
+        for task in order[first[rank] : first[rank + 1]]:
+            ready[task] = 0.0
+            if waits[task] == 0:
+                open_ones += 1
             following[before], preceding[task] = task, before
             before = task
         following[before], preceding[size + rank] = size + rank, before
@@ -216,7 +217,8 @@ def list_schedule(
                     task = following[task]
                     makespan = NEVER
             return makespan
-        if now + EPSILON < free_at[rank]:
+        soon = now + EPSILON
+        if soon < free_at[rank]:
             heappop(events)
             continue
         # A task may run before earlier ones if these can still follow in their order within the limit, while the memory
@@ -226,70 +228,75 @@ def list_schedule(
         # If the memory does not fit for that long, the task may still run early together with the tasks that free what
         # it allocates, if those wait for nothing else. They move to the head of the order, directly after it. Only the
         # memory that they do not free then stays allocated.
-        limit, level, soon = limits[rank] + EPSILON, held[rank], now + EPSILON
-        highest, awaited, spare, chosen, until, spare_until = level, NEVER, -1, -1, -1, -1
-        end_node = size + rank
+        used, open_ones, chosen, end_node = held[rank], released[rank], -1, size + rank
         head = following[end_node]
-        task, looked, unseen = head, 0, released[rank]
-        slot = old = -1  # the first W of the remaining order, and the oldest due one, which runs in its place
-        if hides and oldest[rank] < newest[rank]:
-            old = max(due[oldest[rank]], ~due[oldest[rank]])
-            slot = head
-            while weights[slot] != IS_W:
-                slot = following[slot]
-            if left[old] <= EPSILON and missing[old] == 0:
-                chosen = until = old
-        while chosen < 0 and task != end_node and looked < lookahead and unseen > 0:
-            runs = task
-            if hides and weights[task] == IS_W:
-                runs = old if task == slot else -1
-            if runs >= 0 and missing[runs] == 0:
-                unseen -= 1
-                if ready[runs] > soon:
-                    if ready[runs] < awaited:
-                        awaited = ready[runs]
-                else:
-                    takes = change[runs]
-                    fits, last = takes <= 0 or highest + takes <= limit, runs
-                    saving = takes > 0 and returns[runs] >= 0
-                    if saving and just_in_time and runs != head and missing[returns[runs]] > 1:
-                        fits = False
-                    elif saving and not fits:
-                        net, least, other = takes, takes, returns[runs]
-                        while held[rank] + net <= limit and other >= 0 and missing[other] == 1:
-                            net += change[other]
-                            if net < least and held[rank] + net <= limit:
-                                least, last = net, other
-                            other = returns[other]
-                        fits = last != runs and (least <= 0 or highest + least <= limit)
-                    if fits:
-                        passed_over = False
-                        if noise > 0:
-                            state = (state * 1103515245 + 12345) % 2147483648
-                            passed_over = state < noise * 2147483648.0
-                        if passed_over or (filler[runs] and defer_fillers):
-                            if spare < 0:
-                                spare, spare_until = runs, last
-                        elif soon + (1 - patience) * left[runs] <= awaited + 2 * EPSILON:
-                            chosen, until = runs, last
-                            break
-            if ends_only and steady[task]:
-                break
-            level += change[task]
-            if level > highest:
-                highest = level
-            task = following[task]
-            looked += 1
-        if chosen < 0 and spare >= 0 and soon + (1 - patience) * left[spare] <= awaited + 2 * EPSILON:
-            chosen, until = spare, spare_until
+        if hides:
+            slot = old = -1  # the first W of the remaining order, and the oldest due one, which runs in its place
+            if oldest[rank] < newest[rank]:
+                old = max(due[oldest[rank]], ~due[oldest[rank]])
+                slot = head
+                while weights[slot] != IS_W:
+                    slot = following[slot]
+                if left[old] <= EPSILON and missing[old] == 0:
+                    chosen = until = old
+        elif open_ones > 0 and missing[head] == 0 and ready[head] <= soon and not noisy:  # most choices need no more
+            fits = change[head] <= 0.0 or used + change[head] <= limits[rank] + EPSILON
+            if fits and not (defer_fillers and filler[head]):
+                chosen = until = head
         if chosen < 0:
-            wakes[rank] = awaited
-            if awaited < NEVER:
-                heapreplace(events, (awaited, rank))
-            else:
-                heappop(events)
-            continue
-        released[rank] -= 1
+            level, highest, limit = used, used, limits[rank] + EPSILON
+            task, looked, unseen, awaited, spare = head, 0, open_ones, NEVER, -1
+            while unseen > 0 and looked < lookahead and task != end_node:
+                runs = task
+                if hides and weights[task] == IS_W:
+                    runs = old if task == slot else -1
+                if missing[runs] == 0 and runs >= 0:
+                    unseen -= 1
+                    if ready[runs] > soon:
+                        if ready[runs] < awaited:
+                            awaited = ready[runs]
+                    else:
+                        takes, last = change[runs], runs
+                        fits = takes <= 0.0 or highest + takes <= limit
+                        saving = takes > 0.0 and returns[runs] >= 0
+                        if saving and just_in_time and runs != head and missing[returns[runs]] > 1:
+                            fits = False
+                        elif saving and not fits:
+                            net, least, other = takes, takes, returns[runs]
+                            while used + net <= limit and other >= 0 and missing[other] == 1:
+                                net += change[other]
+                                if net < least and used + net <= limit:
+                                    least, last = net, other
+                                other = returns[other]
+                            fits = last != runs and (least <= 0 or highest + least <= limit)
+                        if fits:
+                            passed_over = False
+                            if noisy:
+                                state = (state * 1103515245 + 12345) % 2147483648
+                                passed_over = state < noise * 2147483648.0
+                            if passed_over or (filler[runs] and defer_fillers):
+                                if spare < 0:
+                                    spare, spare_until = runs, last
+                            elif soon + (1 - patience) * left[runs] <= awaited + 2 * EPSILON:
+                                chosen, until = runs, last
+                                break
+                if ends_only and steady[task]:
+                    break
+                level += change[task]
+                if level > highest:
+                    highest = level
+                task = following[task]
+                looked += 1
+            if chosen < 0 and spare >= 0 and soon + (1 - patience) * left[spare] <= awaited + 2 * EPSILON:
+                chosen, until = spare, spare_until
+            if chosen < 0:
+                wakes[rank] = awaited
+                if awaited < NEVER:
+                    heapreplace(events, (awaited, rank))
+                else:
+                    heappop(events)
+                continue
+        released[rank] = open_ones - 1
         end = now + left[chosen]
         free_at[rank] = wakes[rank] = end
         heapreplace(events, (end, rank))
@@ -298,7 +305,7 @@ def list_schedule(
             channel_free[channel[chosen]] = end
         if end > makespan:
             makespan = end
-        held[rank] += change[chosen]
+        held[rank] = used + change[chosen]
         if hides:
             if weights[chosen] == IS_W:
                 oldest[rank] += 1
@@ -322,28 +329,27 @@ def list_schedule(
                 inputs[stage[task]] -= 1
                 due[newest[rank]] = task if inputs[stage[task]] > 0 else ~task
                 newest[rank] += 1
+        before, right = preceding[chosen], following[chosen]
+        following[before], preceding[right] = right, before
         task, last = chosen, end_node
-        while True:
+        while task != until:  # tasks that free memory move to the head
+            task = returns[task]
             before, right = preceding[task], following[task]
             following[before], preceding[right] = right, before
-            if task != chosen:  # tasks that free memory move to the head
-                right = following[last]
-                following[last], preceding[task] = task, last
-                following[task], preceding[right] = right, task
-                last = task
-            if task == until:
-                break
-            task = returns[task]
-        scheduled[place_of[rank]] = chosen
-        place_of[rank] += 1
+            right = following[last]
+            following[last], preceding[task] = task, last
+            following[task], preceding[right] = right, task
+            last = task
+        place = place_of[rank]
+        scheduled[place], place_of[rank] = chosen, place + 1
         for link in range(after[chosen], after[chosen + 1]):
-            task = follower[link]
-            missing[task] -= 1
-            if end + delay[link] > ready[task]:
-                ready[task] = end + delay[link]
-            other = rank_of[task]
-            if missing[task] > 0:
-                if missing[task] > 1 or not returned[task]:
+            task, arrival = follower[link], end + delay[link]
+            if arrival > ready[task]:
+                ready[task] = arrival
+            awaits, other = missing[task] - 1, rank_of[task]
+            missing[task] = awaits
+            if awaits > 0:
+                if awaits > 1 or not returned[task]:
                     continue
                 wake = now  # the task that it waits for may now run early
             else:
@@ -358,7 +364,7 @@ def list_schedule(
             # number.
             if wake < free_at[other]:
                 wake = free_at[other]
-            if noise > 0 or wake < wakes[other]:
+            if noisy or wake < wakes[other]:
                 wakes[other] = min(wake, wakes[other])
                 heappush(events, (wake, other))
 
@@ -378,8 +384,7 @@ def set_left(
     """
     first, duration, message, weights, stage = tasks.first, tasks.duration, tasks.message, tasks.weights, tasks.stage
     stages = 0
-    for task in range(len(duration)):
-        left[task] = duration[task]
+    left[:] = duration
     if not hides or len(message) == 0:
         return
     for task in range(len(duration)):

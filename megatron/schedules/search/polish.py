@@ -186,17 +186,18 @@ def merge_backward(timeline: Timeline) -> Schedule:
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []
         hiding = {row[index] for piece in pieces(row, costs) for index in (piece.behind, piece.of)}
+        before = None
         for work, end in zip(row, ends, strict=True):
             stage, kind, m = work
-            before = merged[-1] if merged else work
-            whole = WHOLES.get((before.kind, kind))
-            together = before.stage == stage and before.microbatch == m
-            if whole is not None and together and hiding.isdisjoint((before, work)):
-                late = waiting[stage, before.kind]
-                if all(start[place + m] + 1e-9 >= end + latency for place, latency in late):
-                    merged[-1] = Pass(stage, whole, m)
-                    continue
+            if before is not None and before.microbatch == m and before.stage == stage:
+                whole = WHOLES.get((before.kind, kind))
+                if whole is not None and hiding.isdisjoint((before, work)):
+                    late = waiting[stage, before.kind]
+                    if all(start[place + m] + 1e-9 >= end + latency for place, latency in late):
+                        work = Pass(stage, whole, m)
+                        merged.pop()
             merged.append(work)
+            before = work
         rows.append(tuple(merged))
     return replace(schedule, order=tuple(rows))
 

@@ -12,6 +12,7 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.forward_backward import Both, Work, settle
 from megatron.schedules.search.list_scheduling import NEVER, Policy, sound, space_for
 from megatron.schedules.search.tasks import Tasks, messages_of_tasks
+from megatron.schedules.utils.private_folder import has_compiled_code
 
 # Passes that Python schedules while compiled code is loaded, or compiled, which needs almost no time for them.
 _LOADING, _COMPILING = 700_000, 1_600_000
@@ -22,7 +23,7 @@ def pays_off(passes: float) -> bool:
 
     If so, it is ready at the end: compiling takes memory that must not add to that of the passes.
     """
-    if passes <= _LOADING:
+    if passes <= _LOADING or (passes <= _COMPILING and not has_compiled_code()):
         return False
     from megatron.schedules.search.compiled import compiled_climb, is_kept
 

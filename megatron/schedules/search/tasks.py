@@ -6,10 +6,11 @@ The arrays are Python's own, which are much smaller than lists of numbers. A pla
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, count, pairwise, repeat
+from operator import neg, sub
 from typing import TYPE_CHECKING, Any
 
 from megatron.schedules.schedule.kinds import COMPUTING, KINDS, SAVING, Kind, Pass, Resource
@@ -39,9 +40,11 @@ def flags(values: Iterable[bool]) -> array[int]:
     return array("b", values)
 
 
-def _shared[Number: float](numbers: Sequence[Number]) -> list[Number]:
-    """Returns a list in which equal numbers are one object."""
-    one: dict[Number, Number] = {}
+def _as_list(numbers: array[Any]) -> list[Any]:
+    """Returns a list in which equal fractions are one object."""
+    if numbers.typecode != "d":
+        return numbers.tolist()
+    one: dict[float, float] = {}
     return list(map(one.setdefault, numbers, numbers))
 
 
@@ -66,15 +69,20 @@ class Links:
         counts = [0] * len(self.start)
         for task in self.task:
             counts[task + 1] += 1
-        start = whole(accumulate(counts))
-        free, tasks, delays = start[:], self.task[:], self.delay[:]
-        for other, (begin, end) in enumerate(pairwise(self.start)):
-            for link in range(begin, end):
-                task = self.task[link]
-                place = free[task]
-                free[task] = place + 1
-                tasks[place], delays[place] = other, self.delay[link]
+        free = list(accumulate(counts))
+        start, tasks, delays = whole(free), self.task[:], self.delay[:]
+        others = chain.from_iterable(map(repeat, count(), self.counts))
+        for other, task, delay in zip(others, self.task, self.delay, strict=True):
+            place = free[task]
+            free[task] = place + 1
+            tasks[place] = other
+            delays[place] = delay
         return Links(start, tasks, delays)
+
+    @property
+    def counts(self) -> array[int]:
+        """Number of precedences of each task."""
+        return whole(map(sub, self.start[1:], self.start))
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Tasks:
 
     def reversed(self) -> Tasks:
         """Returns the same tasks with time running backwards."""
-        change = fractions(-c for c in self.change)
+        change = fractions(map(neg, self.change))
         opens = flags(c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True))
         returns = whole([-1]) * len(self.returns)
         for task, other in enumerate(self.returns):
@@ -149,31 +157,38 @@ class Tasks:
     @cached_property
     def both(self) -> Both:
         """Both directions of time in lists, which Python reads fastest; equal numbers are one object."""
-        forward, backward = (Instance(*map(_shared, direction._fields)) for direction in (self, self.reversed()))
-        return Both(forward, backward, self.reversed_order(range(len(self.rank))).tolist())
+        return self._both(_as_list)
 
     @cached_property
     def arrays(self) -> Both:
         """Both directions of time in arrays, for compiled code."""
         import numpy as np
 
-        def instance(tasks: Tasks) -> Instance:
-            columns: list[Any] = [np.asarray(column) for column in tasks._fields]
-            return Instance(*(column.view(np.bool_) if column.dtype == np.int8 else column for column in columns))
+        def converted(column: array[Any]) -> Any:
+            made = np.asarray(column)
+            return made.view(np.bool_) if made.dtype == np.int8 else made
 
-        turned: Any = np.asarray(self.reversed_order(range(len(self.rank))))
-        return Both(instance(self), instance(self.reversed()), turned)
+        return self._both(converted)
+
+    def _both(self, converted: Callable[[array[Any]], Any]) -> Both:
+        """Returns both directions of time. Converts a column that they share once."""
+        directions = self._fields, self.reversed()._fields
+        columns = {id(column): column for column in chain(*directions)}
+        made = {key: converted(column) for key, column in columns.items()}
+        forward, backward = (Instance(*(made[id(column)] for column in fields)) for fields in directions)
+        return Both(forward, backward, converted(self.reversed_order(range(len(self.rank)))))
 
     @property
     def _fields(self) -> Sequence[array[Any]]:
         """Fields of :class:`.Instance`."""
-        links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
+        links = self.after
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
         copies = (self.channel, self.copying, self.opens)
-        returned = set(self.returns)
-        named = flags(task in returned for task in range(len(self.rank)))
-        of_links = (waits, links.start, links.task, links.delay)
-        return (*of_tasks, *copies, *of_links, self.returns, named, self.message, self.weights, self.stage)
+        returned = flags([False]) * len(self.rank)
+        for task in set(self.returns) - {-1}:
+            returned[task] = True
+        of_links = (self.before.counts, links.start, links.task, links.delay)
+        return (*of_tasks, *copies, *of_links, self.returns, returned, self.message, self.weights, self.stage)
 
     def rows(self, order: Sequence[int] | NDArray[np.int64], passes: Sequence[Pass]) -> Rows:
         """Returns ``order`` as the rows of a schedule, given the pass of each task."""
@@ -195,27 +210,28 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         raise PlanError("passes and P2P latencies are too long to be planned for: give costs in a larger unit", "costs")
     steady = flags(())
     for row in schedule.order:
-        last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
-        steady.extend(place < last_forward for place in range(len(row)))
+        last_forward = next((place for place in reversed(range(len(row))) if row[place].kind is Kind.F), 0)
+        steady += flags([True]) * last_forward + flags([False]) * (len(row) - last_forward)
+    duration, copying = fractions(durations), fractions([0.0]) * len(passes)
+    channel, opens = whole([-1]) * len(passes), flags([False]) * len(passes)
+    copies = schedule.kinds - COMPUTING
+    for task, (stage, kind, _) in enumerate(passes if copies else ()):
+        if kind in copies:
+            resource = KINDS[kind].resource
+            duration[task], copying[task] = 0.0, duration[task]
+            channel[task] = 2 * rank_of[stage] + (resource is Resource.TO_HOST and not costs.one_way)
+            opens[task] = resource is Resource.FROM_HOST
+    fills = {kind: KINDS[kind].filler for kind in schedule.kinds}
     tasks = Tasks(
         first=whole(accumulate(map(len, schedule.order), initial=0)),
-        rank=whole(rank_of[stage] for stage, _, _ in passes),
-        duration=fractions(
-            time if work.kind in COMPUTING else 0.0 for work, time in zip(passes, durations, strict=True)
-        ),
+        rank=whole([rank_of[stage] for stage, _, _ in passes]),
+        duration=duration,
         change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
-        filler=flags(KINDS[kind].filler for _, kind, _ in passes),
+        filler=flags([fills[kind] for _, kind, _ in passes]),
         steady=steady,
-        channel=whole(
-            -1
-            if kind in COMPUTING
-            else 2 * rank_of[stage] + (KINDS[kind].resource is Resource.TO_HOST and not costs.one_way)
-            for stage, kind, _ in passes
-        ),
-        copying=fractions(
-            0.0 if work.kind in COMPUTING else time for work, time in zip(passes, durations, strict=True)
-        ),
-        opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
+        channel=channel,
+        copying=copying,
+        opens=opens,
         returns=_returns(schedule, passes),
         before=before,
         after=before.turned(),
@@ -268,7 +284,7 @@ def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Li
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     for index, (stage, kind, m) in enumerate(passes):
         number[places[kind][stage] + m] = index
-    start, tasks, delays = whole([0]), whole(()), fractions(())
+    start, tasks, delays = whole([0]), list[int](), list[float]()
     completed = _completed_before(schedule) if costs.loads is not None else {}
     for index, (stage, kind, m) in enumerate(passes):
         for place, delay in needed[kind][stage]:
@@ -282,7 +298,7 @@ def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Li
             tasks.extend(own)
             delays.extend([0.0] * len(own))
         start.append(len(tasks))
-    return Links(start, tasks, delays)
+    return Links(start, whole(tasks), fractions(delays))
 
 
 def _completed_before(schedule: Schedule) -> dict[int, int]:

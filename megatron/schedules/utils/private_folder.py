@@ -19,6 +19,8 @@ COMPILED = "compiled"
 _NAME = "megatron-schedules"
 # Packages whose code determines plans.
 _PLANNING_ROOMS = ("planner", "schedule", "search", "utils")
+# Packages whose code may be in compiled code.
+_COMPILED_ROOMS = ("schedule", "search", "utils")
 _log = logging.getLogger(__name__)
 
 
@@ -96,6 +98,17 @@ def code_version(packages: Iterable[str] = _PLANNING_ROOMS) -> str:
         for source in sorted((package / room).rglob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()
+
+
+def compiled_version() -> str:
+    """Returns a digest of the code that may be in compiled code. Folders in :data:`COMPILED` begin with it."""
+    return code_version(_COMPILED_ROOMS)[:16]
+
+
+def has_compiled_code() -> bool:
+    """Checks whether there may be compiled code of this version, without numba, whose import takes half a second."""
+    private = private_folder()
+    return private is not None and any((private / COMPILED).glob(f"{compiled_version()}-*"))
 
 
 @cache
