@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from benchmarks.retune.retuned import Figures, Retuned
+from benchmarks.retune.retuned import NUMBERS, Figures, Retuned
 from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.report.table import markdown
 
@@ -37,6 +37,7 @@ def as_page(found: Sequence[Retuned], every: int) -> str:
         [
             _HEAD.format(len(ordered), every),
             *_summary(ordered),
+            *_older(ordered),
             "",
             "## Every recipe\n",
             _LEGEND,
@@ -63,6 +64,15 @@ def _summary(found: Sequence[Retuned]) -> Iterator[str]:
     worse = sum(each <= 1 / _WORTH for each in over)
     yield f"- Ours is at least 1 % faster than the best of stock for {better} of {len(both)} recipes, and at least 1 %"
     yield f"  slower for {worse}."
+
+
+def _older(found: Sequence[Retuned]) -> Iterator[str]:
+    """Names the recipes that were searched with other numbers than today's."""
+    names = [each.name for each in found if each.numbers != NUMBERS]
+    if names:
+        share = f"{len(names)} of {len(found)} recipes were searched with"
+        yield f"- {share} [earlier numbers](accuracy.md#what-is-fitted): {', '.join(names)}."
+        yield "  Compare these with no other recipe."
 
 
 def _rows(each: Retuned) -> Iterator[list[str]]:
