@@ -11,6 +11,8 @@ from megatron.schedules.report.table import markdown
 
 # A gain that is worth a word.
 _WORTH = 1.01
+# Of a recipe that was searched with earlier numbers.
+_MARK = "†"
 _HEADS = (
     ("recipe", ""),
     ("setting", ""),
@@ -67,16 +69,18 @@ def _summary(found: Sequence[Retuned]) -> Iterator[str]:
 
 
 def _older(found: Sequence[Retuned]) -> Iterator[str]:
-    """Names the recipes that were searched with other numbers than today's."""
-    names = [each.name for each in found if each.numbers != NUMBERS]
-    if names:
-        share = f"{len(names)} of {len(found)} recipes were searched with"
-        yield f"- {share} [earlier numbers](accuracy.md#what-is-fitted): {', '.join(names)}."
-        yield "  Compare these with no other recipe."
+    """Says what a mark at recipes means that were searched with other numbers than today's."""
+    if count := sum(map(_is_older, found)):
+        yield f"- {count} of {len(found)} recipes were searched with [earlier numbers](accuracy.md#what-is-fitted). They are"
+        yield f"  marked {_MARK}. The figures above contain them. Compare them with no other recipe."
+
+
+def _is_older(each: Retuned) -> bool:
+    return each.numbers != NUMBERS
 
 
 def _rows(each: Retuned) -> Iterator[list[str]]:
-    name = f"{each.name}, {each.gpus} {each.device}, {each.precision}"
+    name = f"{each.name}, {each.gpus} {each.device}, {each.precision}" + f" {_MARK}" * _is_older(each)
     for what, figures in (("NVIDIA's", each.own), ("best of stock", each.stock), ("best of ours", each.ours)):
         if figures is None:
             yield [name, what, "does not fit"]
