@@ -71,8 +71,8 @@ def _summary(found: Sequence[Retuned]) -> Iterator[str]:
 def _older(found: Sequence[Retuned]) -> Iterator[str]:
     """Says what a mark at recipes means that were searched with other numbers than today's."""
     if count := sum(map(_is_older, found)):
-        yield f"- {count} of {len(found)} recipes were searched with [earlier numbers](accuracy.md#what-is-fitted). They are"
-        yield f"  marked {_MARK}. The figures above contain them. Compare them with no other recipe."
+        yield f"- {count} of {len(found)} recipes, marked {_MARK}, were searched with"
+        yield "  [earlier numbers](accuracy.md#what-is-fitted). Compare them with no other recipe."
 
 
 def _is_older(each: Retuned) -> bool:
