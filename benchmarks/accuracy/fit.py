@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.accuracy.rows import Row
-from megatron.schedules.estimate.calibration import CALIBRATED, REACHED, Calibration, Reached
+from megatron.schedules.estimate.calibration import CALIBRATED, REACHED, Calibration
 
 Vector = NDArray[np.float64]
 
@@ -42,7 +42,10 @@ def numbers(known: Calibration) -> Vector:
 def calibration(found: Vector) -> Calibration:
     """Returns the calibration with these numbers."""
     values = dict(zip(NAMES, map(float, found), strict=True))
-    reached = {name: Reached(values[f"products, {name}"], values["attention"]) for name in _ARCHITECTURES}
+    reached = {
+        name: REACHED[name]._replace(products=values[f"products, {name}"], attention=values["attention"])
+        for name in _ARCHITECTURES
+    }
     return replace(CALIBRATED, reached={**REACHED, **reached}, **{name: values[name] for name in _OTHERS})
 
 

@@ -10,7 +10,7 @@ from benchmarks.accuracy.fit import NAMES, numbers
 from benchmarks.accuracy.layers import MeasuredLayers, measured_layers
 from benchmarks.accuracy.report import Predicted, Report, Run, summary
 from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
-from megatron.schedules.estimate.calibration import CALIBRATED
+from megatron.schedules.estimate.calibration import CALIBRATED, REACHED
 from megatron.schedules.report.table import markdown
 
 # What estimates should reach: the median error and the share within 10 % without a row's own model, and of schedules'
@@ -168,7 +168,10 @@ def _said(reached: bool) -> str:
 
 def _numbers() -> str:
     cells = [[name, f"{number:.3g}"] for name, number in zip(NAMES, numbers(CALIBRATED), strict=True)]
-    return markdown((("number", ""), ("value", "")), [*cells, ["splitting", f"{CALIBRATED.splitting:.3g}"]])
+    for name in ("hopper", "cdna3"):
+        in_w, price = REACHED[name].attention_in_w, REACHED[name].splitting
+        cells += [[f"attention_in_w, {name}", f"{in_w:.3g}"], [f"splitting, {name}", f"{price:.3g}"]]
+    return markdown((("number", ""), ("value", "")), cells)
 
 
 def _row(each: Predicted) -> list[str]:
@@ -237,9 +240,10 @@ _RUN_HEADS = (
 )
 _LAYERS = """Passes of two decoder layers, and of an output layer with its loss, measured with this package alone on one
 GPU: bf16, one sequence of 8192, without fused kernels of the loss. Predicted is what a dry run for that GPU counts for
-them; no number is fitted to them. I and W together took {split} of the whole backward. Estimates divide a backward
-less exactly than they add it up: attention's factor, which stands for what whole jobs lose elsewhere too, is in I
-alone. Measured on {where}; `python -m benchmarks split` measures another GPU."""
+them. Only the ratio of I to W is fitted to them (`attention_in_w`). The whole backward is predicted too long here:
+it contains what whole jobs lose elsewhere. I and W together took {split} of the whole backward, so estimates for
+NVIDIA's GPUs have no price of splitting. Layers with experts were not measured. Measured on {where}; `python -m
+benchmarks split` measures another GPU."""
 _LAYER_HEADS = (
     ("milliseconds", ""),
     ("F: predicted", ""),
@@ -255,7 +259,9 @@ _LAYER_HEADS = (
 )
 _FITTED = """These numbers of `megatron/schedules/estimate/calibration.py` are fitted to the rows of this page. The
 errors "without the model" are those of numbers that were fitted to the rows of all other models. A number that the rows
-say little about stays near what is expected without them.
+say little about stays near what is expected without them. The last four divide a backward into I and W. Those of
+Hopper, which NVIDIA's later GPUs have too, were measured in layers on one GPU. Those of CDNA3, which CDNA4 has too, are
+fitted to AMD's schedules.
 """
 _ROWS = """- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under interleaved
   1F1B; *n*: microbatches

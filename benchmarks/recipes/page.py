@@ -325,9 +325,9 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it; bold if it is more than the GPU has;
   ≈ if a part of the model is [not counted](#not-counted)
 - *Balance*: time that stock spares with levelled layers, without this package. *Schedule*: time that our schedule
-  spares on top, with stock's pass times and the [price of splitting](accuracy.md) backwards. *Others*: what experts'
-  messages behind weight gradients spare, less what the recipe loses: its own overlap of these messages. Fused experts
-  are not split, so they leave less for W.
+  spares on top, with stock's pass times; splitting has [no price](accuracy.md#layers-on-one-gpu). *Others*: what
+  experts' messages behind weight gradients spare, less what the recipe loses: its own overlap of these messages.
+  Fused experts are not split, so they leave less for W.
   *Gain*: schedule and others together. It is at most 1 % where our bubble is larger than that of stock with levelled
   layers, which these estimates are not exact enough to outweigh
 - Without times: the recipe was not planned with the times of its GPU

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from benchmarks.retune.retuned import Figures, Retuned
+from benchmarks.retune.retuned import NUMBERS, Figures, Retuned
 from megatron.schedules.estimate.device_memory import usable
 from megatron.schedules.report.table import markdown
 
 # A gain that is worth a word.
 _WORTH = 1.01
+# Of a recipe that was searched with earlier numbers.
+_MARK = "†"
 _HEADS = (
     ("recipe", ""),
     ("setting", ""),
@@ -37,6 +39,7 @@ def as_page(found: Sequence[Retuned], every: int) -> str:
         [
             _HEAD.format(len(ordered), every),
             *_summary(ordered),
+            *_older(ordered),
             "",
             "## Every recipe\n",
             _LEGEND,
@@ -65,8 +68,19 @@ def _summary(found: Sequence[Retuned]) -> Iterator[str]:
     yield f"  slower for {worse}."
 
 
+def _older(found: Sequence[Retuned]) -> Iterator[str]:
+    """Says what a mark at recipes means that were searched with other numbers than today's."""
+    if count := sum(map(_is_older, found)):
+        yield f"- {count} of {len(found)} recipes, marked {_MARK}, were searched with"
+        yield "  [earlier numbers](accuracy.md#what-is-fitted). Compare them with no other recipe."
+
+
+def _is_older(each: Retuned) -> bool:
+    return each.numbers != NUMBERS
+
+
 def _rows(each: Retuned) -> Iterator[list[str]]:
-    name = f"{each.name}, {each.gpus} {each.device}, {each.precision}"
+    name = f"{each.name}, {each.gpus} {each.device}, {each.precision}" + f" {_MARK}" * _is_older(each)
     for what, figures in (("NVIDIA's", each.own), ("best of stock", each.stock), ("best of ours", each.ours)):
         if figures is None:
             yield [name, what, "does not fit"]

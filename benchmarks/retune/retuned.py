@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.schedules.estimate.calibration import CALIBRATED
 from megatron.schedules.estimate.devices import GIB
 from tools._answers import Answer, in_place_of
 from tools._grid import whole
 from tools._iteration import Estimate
 from tools._tables import recompute_of, sizes_of
+
+NUMBERS = f"{zlib.crc32(repr(CALIBRATED).encode()):08x}"
+"""Checksum of what estimates are computed with."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Retuned:
         left_out: Megatron's arguments that our schedules lose.
         unknown: parts of the model that the estimate leaves out.
         gap: part of the time by which a setting of ours that was not planned might be faster.
+        numbers: :data:`NUMBERS` when the recipe was searched; empty for results from before they were recorded.
     """
 
     name: str
@@ -91,6 +97,7 @@ class Retuned:
     left_out: tuple[str, ...]
     unknown: tuple[str, ...]
     gap: float
+    numbers: str = ""
 
     @classmethod
     def of(cls, answer: Answer) -> Retuned:
@@ -119,6 +126,7 @@ class Retuned:
             tuple(sorted(answer.start.left_out)),
             answer.start.unknown,
             round(max((found.gap for found in ours), default=0.0), 3),
+            NUMBERS,
         )
 
     @classmethod

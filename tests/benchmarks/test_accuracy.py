@@ -15,6 +15,7 @@ from benchmarks.accuracy.report import Predicted, Report, measured
 from benchmarks.accuracy.rows import Row, even_layers, read
 from megatron.schedules.estimate.calibration import CALIBRATED, ERRORS
 from megatron.schedules.estimate.devices import DEVICES
+from megatron.schedules.estimate.roofline import Roofline
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text()
 ROWS = read(measured())
@@ -90,3 +91,18 @@ def test_the_page_has_the_layers_that_were_measured():
         assert f"| {layer.name} | {layer.forward[0]:.1f} | {layer.forward[1]:.1f} |" in PAGE
         assert layer.kept is None or layer.kept[0] == pytest.approx(layer.kept[1], rel=0.01)
     assert any(layer.kept for layer in layers)
+
+
+def test_a_backward_is_divided_as_on_the_gpu_that_was_measured():
+    """I over W is within 5 % of what was measured. I and W together are what whole jobs take, with no price on top."""
+    split = [layer for layer in measured_layers().layers if layer.input_grad and layer.weight_grad]
+    assert split
+    for layer in split:
+        (input_grad, measured_i), (weight_grad, measured_w) = layer.input_grad, layer.weight_grad
+        assert input_grad / weight_grad == pytest.approx(measured_i / measured_w, rel=0.05)
+        assert input_grad + weight_grad == pytest.approx(layer.whole[0])
+
+
+def test_only_amd_gpus_have_a_price_of_splitting():
+    prices = {name: Roofline(device).splitting for name, device in DEVICES.items()}
+    assert {name for name, price in prices.items() if price} == {"MI300X", "MI355X"}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.retune.__main__ import as_json, main, pairs, read
 from benchmarks.retune.page import as_page
-from benchmarks.retune.retuned import Figures, Retuned
+from benchmarks.retune.retuned import NUMBERS, Figures, Retuned
 from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RESERVED
 from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
@@ -55,6 +55,9 @@ def test_the_page_says_what_changed_and_why():
     assert "stock's 1f1b of the same sizes needs 90 GiB of 72, ours 60" in page
     assert "ours loses `cuda_graph_impl`" in page and "up to 3 % faster" in page
     assert "at least 1 % faster than the best of stock for 1 of 1 recipes" in page
+    assert "1 of 1 recipes, marked †, were searched with" in page and "64 H100, bf16 † |" in page
+    now = as_page([replace(found, numbers=NUMBERS)], 50)
+    assert "earlier numbers" not in now and "†" not in now
     slower = replace(found, beside=replace(beside, gib=70.0), over_stock=0.9, gap=0.0)
     assert "**stock is as fast or faster**" in as_page([slower], 50)
     assert "bubbles are 5.0 % of stock's 1f1b of the same sizes" in as_page([slower], 50)

@@ -34,7 +34,8 @@ class Roofline(Prices):
         self._device, self._known, self._overlaps = device, calibration, overlaps
         self._reached = calibration.reached[device.architecture]
         self.domain = device.domain
-        self.splitting = calibration.splitting
+        self.splitting = self._reached.splitting
+        self.attention_in_w = self._reached.attention_in_w
         self.exposed = calibration.messages
 
     def speed(self, quantized: Quantized | None) -> float:

@@ -53,10 +53,12 @@ class Prices:
 
     Attributes:
         domain: GPUs that links of a node connect.
+        attention_in_w: part of the time of attention's backward that counts as W's.
         exposed: part of the time of experts' messages that stays exposed even where other work runs behind them.
     """
 
     domain = 8
+    attention_in_w = 0.0
     exposed = 0.0
 
     def speed(self, quantized: Quantized | None) -> float:
@@ -214,8 +216,9 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
     mixing, moved = work.mixing, work.moved
     forward += prices.attention(mixing[0] * tokens, backward=False) + prices.stream(moved[0] * tokens, work.kernels)
-    input_grad += prices.attention(mixing[1] * tokens, backward=True)
-    input_grad += prices.stream(moved[1] * tokens, work.kernels)
+    mixed = prices.attention(mixing[1] * tokens, backward=True)
+    input_grad += (1 - prices.attention_in_w) * mixed + prices.stream(moved[1] * tokens, work.kernels)
+    weight_grad += prices.attention_in_w * mixed
     # W's messages are hidden behind its products.
     around = _messages(build, work, prices, tokens) + prices.permuted(work.routed * tokens)
     host = prices.host(build) if work.routed else 0.0
