@@ -48,10 +48,17 @@ def test_megatrons_recompute_keeps_inputs_and_holds_a_layer_for_a_moment():
     full = replace(MODEL, recomputed_layers=None, together=2)
     first, middle, *_ = full.by_stage((3, 3, 2))
     assert (first.forward, middle.forward) == (2 * 6 + 5, 2 * 6)
-    # Two layers at once, of which the input is kept anyway; in I their weights' inputs stay.
-    assert full.passing((3, 3, 2))[1] == Passing(194.0, 194.0 - 180.0)
-    assert full.passing((3, 3, 2))[-1].whole == 194.0 - 40.0
+    # Two layers at once, of which the input is kept anyway, after the third, whose input is free; in I its W stays.
+    assert full.passing((3, 3, 2))[1] == Passing(194.0 - 6.0, 194.0 - 6.0 + 90.0)
+    # After the loss, whose W stays in I.
+    assert full.passing((3, 3, 2))[-1] == Passing(194.0 - 40.0, 194.0 - 40.0 + 10.0)
     assert full.most_passing == 200.0
+
+
+def test_layers_that_are_not_recomputed_are_freed_before_those_that_are():
+    first = replace(MODEL, recomputed_layers=1)
+    assert first.by_stage((3, 5))[1].forward == 6 + 4 * 100 + 40
+    assert first.passing((3, 5))[0] == Passing(0.0, 94.0 - 2 * 100.0 + 2 * 90.0)
 
 
 def test_megatrons_selective_recompute_holds_those_parts_for_a_moment():

@@ -57,7 +57,7 @@ class StageMemory(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """Temporary memory of Megatron's own recompute during one backward pass, bytes.
+    """Temporary memory of Megatron's own recompute in one backward pass, over what is held before it; bytes.
 
     Args:
         whole: during B.
@@ -204,7 +204,8 @@ class ModelMemory:
         begins = accumulate(counts, initial=0)
         passing = [self._known_passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
         # Activations of the parts after the last layer are freed before that layer is recomputed.
-        passing[-1] = passing[-1]._replace(whole=max(0.0, passing[-1].whole - self.last.kept))
+        whole, input_grad = passing[-1].whole - self.last.kept, passing[-1].input_grad - self.last.kept
+        passing[-1] = Passing(max(0.0, whole), max(0.0, input_grad + self.last.weights))
         return passing
 
     @cached_property
@@ -245,16 +246,17 @@ class ModelMemory:
         return self._passings[begin, count]
 
     def _passing(self, begin: int, count: int) -> Passing:
-        layers = self.layers[begin : begin + count]
-        most, recomputed = Passing(), self._recomputed(count)
-        for at in range(recomputed):
-            block = layers[at : at + self.together]
-            # The block's input is a part of its first layer and is always kept.
-            full = sum(layer.full for layer in block) - self.input
-            if full > most.whole:
-                most = Passing(full, max(0.0, full - sum(layer.weights for layer in block)))
+        layers, recomputed = self.layers[begin : begin + count], self._recomputed(count)
         if not recomputed:
-            most = Passing(max((layer.full - layer.kept for layer in layers), default=0.0))
+            return Passing(max((layer.full - layer.kept for layer in layers), default=0.0))
+        most, kept = Passing(), self._kept(begin, count)
+        for at in range(0, recomputed, self.together):
+            # The block's input is a part of its first layer and is always kept.
+            full = sum(layer.full for layer in layers[at : at + self.together]) - self.input
+            # Later layers are freed before it; in an I their operands of W stay.
+            freed = sum(kept[at + self.together :])
+            left = sum(layer.weights for layer in layers[at + self.together :])
+            most = Passing(max(most.whole, full - freed), max(most.input_grad, full - freed + left))
         return most
 
     def _recomputed(self, count: int) -> int:

@@ -21,7 +21,7 @@ from operator import sub
 from typing import NamedTuple
 
 from megatron.schedules.schedule.hidden_messages import hide
-from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Kind, Pass, Resource
+from megatron.schedules.schedule.kinds import COMPUTING, KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
@@ -189,7 +189,7 @@ def _whole_peak(row: Sequence[Pass], costs: StageCosts) -> float:
     most = before = 0.0
     for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
         extra = costs.passing[kind][stage] if kind in costs.passing else 0.0
-        most = max(most, before + extra, after + (extra if kind is Kind.I else 0.0))
+        most = max(most, before + extra, after)
         before = after
     return most
 
