@@ -224,18 +224,18 @@ class _Pass(_Deferring):
     __slots__ = ("_entry",)
 
     def __enter__(self) -> None:
+        super().__enter__()
         self._entry = (threading.get_ident(), self._leaves)
         with _lock:
             _running.append(self._entry)
             torch.autograd._engine_run_backward = _run_backward
-        super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
         with _lock:
             _running.remove(self._entry)
             if not _running:
                 torch.autograd._engine_run_backward = engine
+        super().__exit__(*error)
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:

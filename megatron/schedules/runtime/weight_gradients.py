@@ -261,11 +261,9 @@ class WeightGradients:
             self._graphs = None
 
     def _backward(self, uses: Uses, compute: Closure) -> None:
-        graph = None if self._graphs is None else self._graphs.get(uses)
-        if graph is None:
-            graph = WeightGraph(uses)
-            if self._graphs is not None:
-                self._graphs[uses] = graph
+        graphs = {} if self._graphs is None else self._graphs
+        if (graph := graphs.get(uses)) is None:
+            graph = graphs[uses] = WeightGraph(uses)
         graph.run(compute)
 
     def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:

@@ -203,9 +203,10 @@ class ModelMemory:
         """Returns the temporary memory of each stage during its backward passes."""
         begins = accumulate(counts, initial=0)
         passing = [self._known_passing(begin, count) for begin, count in zip(begins, counts, strict=False)]
-        # Activations of the parts after the last layer are freed before that layer is recomputed.
-        whole, input_grad = passing[-1].whole - self.last.kept, passing[-1].input_grad - self.last.kept
-        passing[-1] = Passing(max(0.0, whole), max(0.0, input_grad + self.last.weights))
+        # The parts after the last layer are freed before that layer is recomputed; in an I their operands of W stay.
+        kept, weights, _ = self.last
+        whole, input_grad = passing[-1]
+        passing[-1] = Passing(max(0.0, whole - kept), max(0.0, input_grad - kept + weights))
         return passing
 
     @cached_property

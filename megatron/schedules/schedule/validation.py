@@ -53,8 +53,8 @@ def _validate_passes(schedule: Schedule) -> None:
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
     returns = {kind: back for kind in schedule.kinds if (back := KINDS[kind].returns) is not None}
     for stage, kind, m in chain.from_iterable(schedule.order if returns else ()):
-        if kind in returns and (stage, returns[kind], m) not in there:
-            back = returns[kind]
+        back = returns.get(kind)
+        if back is not None and (stage, back, m) not in there:
             raise PlanError(f"{schedule.name}: {stage}{back}{m} is missing: {stage}{kind}{m} is of no use without it")
     alone = [kind for kind in SPLIT if kind not in PARTS]
     for stage in range(schedule.placement.stages):
