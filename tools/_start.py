@@ -30,7 +30,6 @@ _OWN: dict[str, Any] = {
     "--cuda-graph-scope": (list, None),
     "--decoder-first-pipeline-num-layers": (int, None),
     "--decoder-last-pipeline-num-layers": (int, None),
-    "--moe-token-dispatcher-type": (str, "allgather"),
     "--num-layers-per-virtual-pipeline-stage": (int, None),
     "--num-virtual-stages-per-pipeline-rank": (int, None),
     "--overlap-grad-reduce": (None, False),

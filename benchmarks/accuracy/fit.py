@@ -15,15 +15,16 @@ from megatron.schedules.estimate.calibration import CALIBRATED, REACHED, Calibra
 Vector = NDArray[np.float64]
 
 _ARCHITECTURES = "hopper", "blackwell", "blackwell ultra"
-_OTHERS = "block_scaled", "messages", "routed_passes", "experts_host", "partial_graphs"
+_OF_EXPERTS = "messages", "routed_passes", "experts_host", "partial_graphs", "fused_dispatch"
+_OTHERS = "block_scaled", *_OF_EXPERTS
 NAMES = (*(f"products, {name}" for name in _ARCHITECTURES), "attention", *_OTHERS)
 """What is fitted, in the order of the vectors here."""
 
 # What to expect without these measurements, and a usual ratio to it; a number that the rows say little about stays near
 # it. Large products reach some three quarters of the peak. F and I permute tokens, pad them, and put them back, two
 # passes each time, and so before and after the messages. A layer with experts launches some thousand kernels, half of
-# them in what partial graphs capture.
-_EXPECTED = (*(0.75,) * len(_ARCHITECTURES), 2.0, 0.95, 0.1, 16.0, 5e-3, 0.5)
+# them in what partial graphs capture. HybridEP permutes tokens where it sends them, half of these passes.
+_EXPECTED = (*(0.75,) * len(_ARCHITECTURES), 2.0, 0.95, 0.1, 16.0, 5e-3, 0.5, 0.5)
 _RATIO = math.log(1.25)
 
 # Errors of this size and beyond count less than their square, so that no odd row decides.
@@ -79,7 +80,7 @@ def fitted(rows: Sequence[Row]) -> Calibration:
 def _read_by(row: Row) -> tuple[str, ...]:
     """Names of the numbers that the row's time depends on."""
     names = f"products, {row.device.architecture}", "attention", "block_scaled"
-    return (*names, "messages", "routed_passes", "experts_host", "partial_graphs") if row.has_experts else names
+    return (*names, *_OF_EXPERTS) if row.has_experts else names
 
 
 def _least(errors: Callable[[Vector], Vector], at: Vector) -> Vector:

@@ -34,7 +34,13 @@ _RECIPES = {
 
 
 # Fields of a record that come from a release's recipe, which is not known for every release.
-_OF_RECIPES = "recompute_modules", "cuda_graph_impl", "cuda_graph_scope", "moe_a2a_overlap"
+_OF_RECIPES = (
+    "recompute_modules",
+    "cuda_graph_impl",
+    "cuda_graph_scope",
+    "moe_a2a_overlap",
+    "moe_flex_dispatcher_backend",
+)
 # Tokens of a sample below which runs of a dense model of this size are fine-tuning.
 _FINE_TUNED = {"Llama-3-70B": 8192}
 
@@ -54,6 +60,7 @@ class Row:
         graphs: what captures CUDA graphs, as ``--cuda-graph-impl`` names it; empty without.
         captured: parts of layers that are captured.
         overlaps: true if experts' messages run behind another microbatch's computing.
+        backend: library that sends tokens to experts, as ``--moe-flex-dispatcher-backend`` names it; empty without.
     """
 
     release: str
@@ -74,6 +81,7 @@ class Row:
     graphs: str = ""
     captured: tuple[str, ...] = ()
     overlaps: bool = False
+    backend: str = ""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Row:
@@ -99,6 +107,7 @@ class Row:
             "" if graphs == "none" else graphs,
             (scope,) if isinstance(scope, str) else tuple(scope),
             bool(record.get("moe_a2a_overlap")),
+            record.get("moe_flex_dispatcher_backend") or "",
         )
 
     @property
@@ -257,6 +266,7 @@ def _job(row: Row) -> JobSpec:
         "cuda_graph_modules": list(row.captured),
         "cuda_graph_scope": list(row.captured),
         "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": row.backend or "deepep",
         "overlap_moe_expert_parallel_comm": row.overlaps,
     }
     if row.recompute:

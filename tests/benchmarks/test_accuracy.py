@@ -63,10 +63,20 @@ def test_layers_are_placed_as_recipes_place_them():
 
 
 def test_a_captured_iteration_waits_for_no_host_and_partial_graphs_less():
-    none, partial, whole = (row(graphs=graphs).busiest() for graphs in ("", "transformer_engine", "full_iteration"))
+    none, partial, whole = (
+        row(graphs=graphs, backend="deepep").busiest() for graphs in ("", "transformer_engine", "full_iteration")
+    )
     layers = 24 * row().microbatches
     assert none - whole == pytest.approx(layers * CALIBRATED.experts_host)
     assert partial - whole == pytest.approx(layers * CALIBRATED.experts_host * CALIBRATED.partial_graphs)
+
+
+def test_a_dispatcher_that_permutes_leaves_a_part_of_permuting_and_waiting():
+    """HybridEP against DeepEP, without graphs and with a captured iteration, where no host is waited for."""
+    for graphs in ("", "full_iteration"):
+        apart, fused = (row(graphs=graphs, backend=backend).busiest() for backend in ("deepep", "hybridep"))
+        none = row(graphs=graphs, backend="deepep").busiest(replace(CALIBRATED, routed_passes=0.0, experts_host=0.0))
+        assert fused - none == pytest.approx(CALIBRATED.fused_dispatch * (apart - none))
 
 
 def test_the_vectors_of_a_fit_are_a_calibration():

@@ -32,6 +32,24 @@ def model(expert: int, more: str = "") -> Model:
 
 
 @pytest.mark.parametrize(
+    ("flags", "fused"),
+    [
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", True),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", False),
+        ("--moe-token-dispatcher-type alltoall", False),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", False),
+    ],
+)
+def test_hybridep_permutes_tokens_where_it_sends_them(flags: str, fused: bool):
+    """So less is permuted apart from messages, and the host is waited for less."""
+    build, roofline = built(model(8, flags).trained()), Roofline(H100)
+    left = CALIBRATED.fused_dispatch if fused else 1.0
+    assert build.fused_dispatch == fused
+    assert roofline.permuted(build, 1e6) == left * CALIBRATED.routed_passes / 2 * roofline.stream(1e6, 0)
+    assert roofline.host(build) == left * CALIBRATED.experts_host / 3
+
+
+@pytest.mark.parametrize(
     ("expert", "near", "far"),
     [(1, 0, 0), (8, 7, 0), (16, 7, 1), (64, 7, 7)],
     ids=["one rank", "a node", "two nodes", "eight nodes"],

@@ -12,6 +12,7 @@ from megatron.schedules.estimate.models import MODELS, Model, built, find_model
 from megatron.schedules.estimate.parameters import parameters as of_build
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.symbols import works
 from megatron.schedules.estimate.times import attention_shares, loads, output_times
 from megatron.schedules.utils.errors import PlanError
 
@@ -115,6 +116,19 @@ def test_experts_latent_attention_and_dense_layers_mixed(tmp_path: Path):
     # Two operations a parameter that a token meets, and attention's scores; 37B with one of both embeddings.
     met = sum(layer.split.weight_grad for layer in layers) / 2 + shape.hidden * shape.vocabulary
     assert met / 1e9 == pytest.approx(37, rel=0.02)
+
+
+def test_latent_attention_also_moves_its_keys_and_values(tmp_path: Path):
+    """Read as one tensor, projected up; written as keys with their positions, and as values: in bf16, 128 heads."""
+    latent, plain = (
+        works(of, symbol)[0]
+        for of, symbol in (
+            (read(tmp_path, f"{DEEPSEEK_V3} --bf16").whole, "+"),
+            (build(1, 7168, 56, 4096, 32_000), "*"),
+        )
+    )
+    joined = 2.0 * 128 * ((128 + 128) + (128 + 64) + 128)
+    assert latent.moved == tuple(joined + norms for norms in plain.moved)
 
 
 def test_multi_token_prediction_makes_the_last_stage_a_layer_and_an_output_layer_heavier(tmp_path: Path):

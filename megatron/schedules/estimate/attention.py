@@ -47,9 +47,17 @@ def _work(build: Build) -> PartWork:
     return _scored(build, _linears(build), 2 * build.queries / build.tensor)
 
 
-def _scored(build: Build, linears: tuple[LinearShape, ...], width: float, projected_up: float = 0.0) -> PartWork:
-    """Work of attention, whose scores and their sums have ``width`` in all."""
-    scores, moved = build.shape.sequence * width, around(build)
+def _scored(
+    build: Build, linears: tuple[LinearShape, ...], width: float, projected_up: float = 0.0, joined: float = 0.0
+) -> PartWork:
+    """Work of attention, whose scores and their sums have ``width`` in all.
+
+    Args:
+        build, linears, width: the model; linears around attention; that width.
+        projected_up: FLOPs of a token that project it up.
+        joined: bytes of a token that F, and I, move for keys and values that linears do not give as they are read.
+    """
+    scores, moved = build.shape.sequence * width, around(build) + joined
     backward = (_FUSED_BACKWARD if build.shape.fused else _KEPT_BACKWARD) * scores
     modules = {"core_attn": (0.0, scores), "mla_up_proj": (projected_up, 0.0)}
     return PartWork(linears, (scores, backward), moved=(moved, moved), modules=modules)
@@ -133,7 +141,10 @@ def latent_linears(build: Build) -> tuple[LinearShape, ...]:
 def _latent_work(build: Build) -> PartWork:
     latent, heads, linears = latent_of(build), build.shape.heads / build.tensor, latent_linears(build)
     up = flops([linear for linear in linears if linear.inner in (latent.query, latent.key_value)])
-    return _scored(build, linears, heads * (latent.head + latent.position + latent.value), up)
+    width = heads * (latent.head + latent.position + latent.value)
+    # What is projected up is read. Keys are joined with their positions, values copied.
+    joined = build.number * (heads * (latent.head + latent.value) + width)
+    return _scored(build, linears, width, up, joined)
 
 
 def latent_parameters(build: Build) -> Count:

@@ -111,6 +111,7 @@ class Build:
             without graphs.
         captured: true if a CUDA graph has a whole iteration.
         fused_experts: true if experts are fused operations, whose I computes the weight gradients too.
+        fused_dispatch: true if kernels that send tokens to experts permute them too (HybridEP).
     """
 
     shape: Shape
@@ -143,6 +144,7 @@ class Build:
     graphs: frozenset[str] | None = None
     captured: bool = False
     fused_experts: bool = False
+    fused_dispatch: bool = False
 
     @property
     def tokens(self) -> float:

@@ -68,6 +68,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         graphs=_graphs(args),
         captured=graphs_impl(args) == WHOLE,
         fused_experts=bool(getattr(args, "use_transformer_engine_op_fuser", False)) and bool(args.num_experts),
+        fused_dispatch=_dispatcher(args) == "flex" and getattr(args, "moe_flex_dispatcher_backend", "") == "hybridep",
     )
 
 
@@ -88,9 +89,12 @@ def _graphs(args: Any) -> frozenset[str] | None:
     modules = args.cuda_graph_modules
     listed = modules.split(",") if isinstance(modules, str) else modules or ()
     parts = frozenset(str(getattr(module, "name", module)) for module in listed) - {"full"}
-    dispatcher = getattr(args, "moe_token_dispatcher_type", "")
-    permutes = dispatcher == "alltoall" and args.expert_model_parallel_size > 1
+    permutes = _dispatcher(args) == "alltoall" and args.expert_model_parallel_size > 1
     return parts if permutes else parts - {"moe_preprocess"}
+
+
+def _dispatcher(args: Any) -> str:
+    return str(getattr(args, "moe_token_dispatcher_type", ""))
 
 
 def _scopes(args: Any) -> Iterator[str]:

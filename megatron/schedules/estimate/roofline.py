@@ -78,15 +78,16 @@ class Roofline(Prices):
         """
         return groups * (1 - (1 - 1 / groups) ** chosen)
 
-    def permuted(self, size: float) -> float:
+    def permuted(self, build: Build, size: float) -> float:
         """Seconds in which F, or I, reads and writes routed tokens that are permuted."""
-        return self._known.routed_passes / 2 * self.stream(size, 0)
+        return self._dispatched(build) * self._known.routed_passes / 2 * self.stream(size, 0)
 
     def host(self, build: Build) -> float:
         """Seconds in which each of F, I and W of a layer with experts waits for its host."""
         if build.captured:
             return 0.0
-        return self._known.experts_host / 3 * (1.0 if build.graphs is None else self._known.partial_graphs)
+        left = self._dispatched(build) * (1.0 if build.graphs is None else self._known.partial_graphs)
+        return left * self._known.experts_host / 3
 
     def collective(self, size: float, ranks: int, *, same_node: bool) -> float:
         """Seconds of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
@@ -96,6 +97,10 @@ class Roofline(Prices):
         """Seconds of a message between pipeline ranks."""
         pair = self._known.link * self._device.pair_link if same_node else 0.0
         return size / (pair or self._rate(same_node)) + 10e-6
+
+    def _dispatched(self, build: Build) -> float:
+        """Part of permuting, and of waiting for the host, that a dispatcher leaves."""
+        return self._known.fused_dispatch if build.fused_dispatch else 1.0
 
     def _rate(self, same_node: bool) -> float:
         return self._known.link * (self._device.link if same_node else self._device.network)

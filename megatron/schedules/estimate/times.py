@@ -89,7 +89,7 @@ class Prices:
         """Copies of a token that are sent to ``chosen`` experts on so many groups of ranks, its own group included."""
         return float(chosen)
 
-    def permuted(self, size: float) -> float:
+    def permuted(self, build: Build, size: float) -> float:
         """Time in which F, or I, brings ``size`` bytes of routed tokens into the order of their experts and back."""
         return 0.0
 
@@ -220,7 +220,7 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     input_grad += (1 - prices.attention_in_w) * mixed + prices.stream(moved[1] * tokens, work.kernels)
     weight_grad += prices.attention_in_w * mixed
     # W's messages are hidden behind its products.
-    around = _messages(build, work, prices, tokens) + prices.permuted(work.routed * tokens)
+    around = _messages(build, work, prices, tokens) + prices.permuted(build, work.routed * tokens)
     host = prices.host(build) if work.routed else 0.0
     in_w = 0.0 if work.joined else host
     # I gathers keys and values again, and reduces their gradients.
