@@ -10,8 +10,12 @@ import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build_flags import WHOLE, as_built, graphs_impl
+from megatron.schedules.estimate.device_memory import NOTHING, Numbers
+from megatron.schedules.estimate.model_build import TrainedModel, hidden_states
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.times import loads
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.graph_slots import graph_slots
 
 EXPERTS = "Llama-3-8B --num-experts 8 --moe-router-topk 2"
 Module = Enum("Module", "attn mlp moe_router moe_preprocess")
@@ -90,3 +94,31 @@ def test_the_weight_gradients_of_fused_experts_are_in_i() -> None:
     }
     dense = find_model("Llama-3-8B").whole
     assert loads(replace(dense, fused_experts=True)) == loads(dense)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1p", "v-half"])
+def test_a_rank_holds_the_gradient_of_an_output_for_each_slot(schedule: str) -> None:
+    whole = find_model("Llama-3-8B").whole
+    made = plan(Request(schedule, 4, 24))
+    plain, graphed = (TrainedModel(replace(whole, graphs=of), Numbers(2, 4, 12), NOTHING) for of in (None, frozenset()))
+    messages = [3, 1, 4, 2]
+    slots = [1 + max(slot.number for slot in graph_slots(row).values()) for row in made.order]
+    assert list(hidden_states(plain, made, messages)) == messages
+    assert [many - few for many, few in zip(hidden_states(graphed, made, messages), messages, strict=True)] == slots
+
+
+@pytest.mark.parametrize(
+    ("graphs", "masks"),
+    [
+        (None, 0),
+        ([], 1),
+        (["attn"], 1),
+        (["attn", "moe_router"], 1),
+        (["mlp"], 0),
+        (["moe_router", "moe_preprocess"], 0),
+    ],
+)
+def test_graphs_with_attention_read_one_mask(graphs: list[str] | None, masks: int) -> None:
+    """A byte for each pair of tokens of each sample."""
+    whole = replace(find_model("Llama-3-8B").whole, samples=2, graphs=None if graphs is None else frozenset(graphs))
+    assert TrainedModel(whole, Numbers(2, 4, 12), NOTHING).graph_mask_bytes == masks * 2 * 8192**2

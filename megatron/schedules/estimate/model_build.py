@@ -14,6 +14,7 @@ from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.schedule.cost_parts import LayerTimes
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.graph_slots import slot_counts
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
@@ -62,6 +63,13 @@ class TrainedModel:
         """Bytes of one microbatch's hidden states on one rank."""
         build = self.build
         return build.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
+
+    @property
+    def graph_mask_bytes(self) -> float:
+        """Bytes of the attention mask that graphs of layers read, on one rank."""
+        build = self.build
+        has_attention = build.graphs is not None and (not build.graphs or "attn" in build.graphs)
+        return build.tokens * build.shape.sequence if has_attention else 0.0
 
 
 def with_model(
@@ -118,13 +126,27 @@ def with_messages(layers: LayerTimes, build: Build, prices: Prices = ANY) -> Lay
     return replace(layers, messages=(forward * layers.forward, input_grad * layers.input_grad))
 
 
+def hidden_states(model: TrainedModel, schedule: Schedule, messages: Sequence[int]) -> Sequence[int]:
+    """Returns how many hidden states each rank holds beside activations.
+
+    Graphs of layers read the gradient of an output from memory of their own, one for each of their slots.
+
+    Args:
+        model, schedule: the model as trained, and the plan.
+        messages: peak number of messages on each rank.
+    """
+    if model.build.graphs is None:
+        return messages
+    return [held + slots for held, slots in zip(messages, slot_counts(schedule.order), strict=True)]
+
+
 def rank_memory(
     model: TrainedModel,
     schedule: Schedule,
     on_stages: StageCosts,
     costs: Costs,
     layers: tuple[int, ...],
-    messages: Sequence[float],
+    messages: Sequence[int],
 ) -> tuple[RankMemory, ...]:
     """Memory of each rank of ``schedule``.
 
@@ -137,7 +159,8 @@ def rank_memory(
     """
     assert costs.in_bytes is not None, "the model is known"
     sizes = parameters(model.build).by_stage(layers, schedule.placement.rank_of, costs.model.shared_vocabulary)
-    waiting = [model.message_bytes * count for count in messages]
+    states = hidden_states(model, schedule, messages)
+    waiting = [model.message_bytes * count + model.graph_mask_bytes for count in states]
     return memory(schedule, on_stages, costs.in_bytes.of_rank(schedule.ranks), sizes, model.numbers, waiting)
 
 

@@ -22,14 +22,14 @@ _BEGINNING = 1 / 3
 def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request, messages: int = MESSAGES) -> Request:
     """Sets the memory limit of ``request`` as a fraction of 1F1B's activation memory.
 
-    A limit in bytes covers activations as the dry run counts them. Bytes for messages and for the temporary memory of
-    Megatron's own recompute are subtracted first.
+    A limit in bytes covers activations as the dry run counts them. Bytes for messages, for what CUDA graphs of layers
+    add to them, and for the temporary memory of Megatron's own recompute are subtracted first.
 
     Args:
         spec: the job.
         limit: a fraction, a size in bytes, or one that the job measures later; None for no limit.
         request: a request for ``adaptive`` or ``auto``, with its costs.
-        messages: largest number of messages that a rank stores at the same time.
+        messages: largest number of hidden states that a rank stores at the same time beside activations.
 
     Raises:
         PlanError: the model's sizes are unknown.
@@ -45,7 +45,9 @@ def with_memory_limit(spec: JobSpec, limit: MemoryLimit | None, request: Request
     if held is None:
         raise unknown_bytes(spec, f"{spec.flags['memory_limit']} {limit.text}", "a fraction such as 0.5")
     passing = 0.0 if memory is None else memory.most_passing
-    set_aside = passing + (0.0 if spec.trained is None else messages * spec.trained.message_bytes)
+    set_aside = passing
+    if spec.trained is not None:
+        set_aside += messages * spec.trained.message_bytes + spec.trained.graph_mask_bytes
     fraction, least = of_1f1b(limit.size - set_aside, request.ranks, held), least_limit(request)
     if fraction < least:
         raise too_small(spec, limit, least * request.ranks * held + set_aside)

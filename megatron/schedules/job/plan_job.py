@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.estimate.device_memory import RESERVED, RankMemory, usable
-from megatron.schedules.estimate.model_build import MESSAGES, rank_memory
+from megatron.schedules.estimate.model_build import MESSAGES, hidden_states, rank_memory
 from megatron.schedules.job.auto_choices import auto_choices, without_recompute
 from megatron.schedules.job.job_costs import assumed
 from megatron.schedules.job.job_request import LimitedRequest, request_of
@@ -316,10 +316,10 @@ def _limited(spec: JobSpec, machine: Machine) -> LimitedRequest:
 
 
 def _made_within(spec: JobSpec, limited: LimitedRequest, machine: Machine, make: Make) -> JobPlan:
-    """Returns the plan. With a limit in GiB, the plan leaves memory for all messages of its ranks."""
-    room, job = MESSAGES, JobPlan(spec, make(limited.request))
-    while limited.limit is not None and limited.limit.size is not None:
-        held = max(job.messages)
+    """Returns the plan. With a limit in GiB, the plan leaves memory for what its ranks hold beside activations."""
+    room, job, model = MESSAGES, JobPlan(spec, make(limited.request)), spec.trained
+    while limited.limit is not None and limited.limit.size is not None and model is not None:
+        held = max(hidden_states(model, job.schedule, job.messages))
         if held <= room or _fits(job, machine):
             break
         if job.request.schedule == "adaptive":

@@ -58,6 +58,11 @@ def graph_slots(row: Sequence[Pass]) -> dict[_Key, GraphSlot]:
     return slots
 
 
+def slot_counts(order: Iterable[Sequence[Pass]]) -> list[int]:
+    """Returns the number of slots of each rank."""
+    return [len({slot.number for slot in graph_slots(row).values()}) for row in order]
+
+
 def captured_passes(row: Iterable[Pass], slots: dict[_Key, GraphSlot]) -> list[list[Pass]]:
     """Returns the passes of each slot whose graphs are captured, in order: replays in a slot come in the same order."""
     passes: dict[int, list[Pass]] = {}
