@@ -241,7 +241,8 @@ class WeightGradients:
         """
         self._graphs = {}
         try:
-            yield
+            with self.leaves.sharing():
+                yield
         finally:
             self._graphs = None
 
