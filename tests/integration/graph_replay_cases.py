@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.graphs.replay import FUSED, Replay
-from megatron.schedules.runtime.weight_gradients import Replayed, WeightGradients
+from megatron.schedules.runtime.deferred_gradient import Replayed
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 class Static(torch.autograd.Function):

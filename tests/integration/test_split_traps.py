@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import split_helpers as helpers
@@ -14,7 +16,6 @@ import torch
 from fused_kernels import fused_kernels
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -302,18 +303,18 @@ def what_does_not_split_is_reported() -> None:
     assert found.partial == ["head.weight"]
 
 
-class _AutocastOfProducts(TorchFunctionMode):
+@contextmanager
+def _autocast_of_products() -> Iterator[list[torch.dtype | None]]:
     """Notes the autocast of a GPU's products that is on at each product of a weight gradient."""
+    seen: list[torch.dtype | None] = []
+    product = Tensor.matmul
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype | None] = []
+    def matmul(self: Tensor, other: Tensor) -> Tensor:
+        seen.append(torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None)
+        return product(self, other)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.matmul:
-            is_on = torch.is_autocast_enabled("cuda")
-            self.seen.append(torch.get_autocast_dtype("cuda") if is_on else None)
-        return func(*args, **(kwargs or {}))
+    with patch.object(Tensor, "matmul", matmul):
+        yield seen
 
 
 def w_has_the_autocast_of_its_forward() -> None:
@@ -329,9 +330,9 @@ def w_has_the_autocast_of_its_forward() -> None:
         with store.input_gradient(0, microbatch):
             helpers.loss(y).backward()
     for microbatch, expected in enumerate((torch.float16, None)):
-        with _AutocastOfProducts() as products:
+        with _autocast_of_products() as seen:
             store.run(0, microbatch)
-        assert products.seen and set(products.seen) == {expected}, products.seen
+        assert seen and set(seen) == {expected}, seen
 
 
 TRAPS = (

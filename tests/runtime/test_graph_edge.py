@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megatron.schedules.runtime.graph_edge import edge_of
+from megatron.schedules.runtime.graph_edge import backward_from, edge_of
+from megatron.schedules.runtime.parameter_leaves import ParameterLeaves
 
 
 class Tripled(torch.autograd.Function):
@@ -22,8 +24,9 @@ class Tripled(torch.autograd.Function):
         return 3 * gradient
 
 
+@pytest.mark.parametrize("backward", [torch.autograd.backward, backward_from])
 @pytest.mark.parametrize("in_python", [False, True])
-def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool) -> None:
+def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool, backward: Callable[..., None]) -> None:
     x = torch.ones(4, 2, requires_grad=True)
     output = Tripled.apply(2 * x) if in_python else 6 * x
     assert isinstance(output.grad_fn, BackwardCFunction) == in_python
@@ -31,6 +34,15 @@ def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool) -> None
     # Such a node would be gone with the output in the oldest torch that we promise to work with.
     assert not isinstance(edge.node, BackwardCFunction)
     del output
-    torch.autograd.backward(edge, torch.full((4, 2), 0.5))
+    backward(edge, torch.full((4, 2), 0.5))
     assert x.grad is not None
     assert x.grad.tolist() == [[3.0, 3.0]] * 4
+
+
+def test_leaves_run_the_backward_of_a_pass() -> None:
+    leaves, parameter = ParameterLeaves(), torch.ones(2, requires_grad=True)
+    with leaves.forward():
+        edge = edge_of(2 * leaves.add((0, 0), parameter))
+        backward_from(edge, torch.ones(2))
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 2.0]

@@ -347,6 +347,34 @@ def test_after_a_closure_that_fails_a_shared_graph_serves_the_next_microbatch():
     assert weight.grad is not None and weight.grad.tolist() == [1.0, 1.0]
 
 
+def test_forwards_of_a_call_share_a_leaf_while_the_weight_stays_where_it_is():
+    store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(2))
+    leaves = []
+    with store.keeping_graphs():
+        for microbatch in range(3):
+            if microbatch == 2:
+                weight.data = torch.ones(2)
+            with store.split(0, microbatch):
+                leaves.append(store.leaves.add((0, microbatch), weight))
+    with store.split(0, 3):
+        leaves.append(store.leaves.add((0, 3), weight))
+    assert leaves[0] is leaves[1]
+    assert len({id(leaf) for leaf in leaves}) == 3
+    assert leaves[2].tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_at_a_leaf_that_open_microbatches_share_counts_once():
+    store, weight, x = WeightGradients(), torch.nn.Parameter(torch.ones(2)), torch.tensor([3.0, 5.0])
+    with store.keeping_graphs():
+        for microbatch in range(3):
+            with store.split(0, microbatch):
+                product = (store.leaves.add((0, microbatch), weight) * x).sum()
+                (asked,) = torch.autograd.grad(product, weight, retain_graph=True)
+                assert asked.tolist() == [3.0, 5.0]
+                product.backward()
+            assert weight.grad is not None and torch.equal(weight.grad, (microbatch + 1) * x)
+
+
 def test_a_parameter_is_not_kept_alive():
     store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(2))
     with store.split(0, 0):

@@ -19,7 +19,7 @@ from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVoc
 from megatron.schedules.programs.program import Op, Program
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.behind_messages import ComingWeights, MessageBudget
-from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
+from megatron.schedules.runtime.graph_edge import InputGradient, as_input, backward_from, edge_of
 from megatron.schedules.runtime.recompute import WITHOUT_RECOMPUTE
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind
@@ -267,7 +267,10 @@ class MegatronStages(Stages):
             if gradient is None and self._config.grad_scale_func is not None:
                 start = self._config.grad_scale_func(start)
             with self._counted():  # tensors that Megatron recomputes inside the backward
-                torch.autograd.backward(start, gradient)
+                if isinstance(start, GradientEdge) and gradient is not None:
+                    backward_from(start, gradient)
+                else:
+                    torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
         result = None if activation is None else activation.grad

@@ -8,4 +8,4 @@ from contextlib import AbstractContextManager
 import torch
 
 without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
-"""Surrounds code that reads attributes of tensors, or names the device of each tensor that it makes."""
+"""Surrounds code that only reads attributes of tensors, computes with them, or names the device of a new one."""

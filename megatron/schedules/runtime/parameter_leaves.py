@@ -52,6 +52,7 @@ class ParameterLeaves:
         self.deferring: Key | None = None
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[_Leaf]] = {}
+        self._shared: dict[int, _Leaf] | None = None
         self._switches: dict[Key, list[Switch]] = {}
         self._without_graph: Collection[int] = ()
         self._refusal = ""
@@ -63,12 +64,25 @@ class ParameterLeaves:
         Args:
             key: the (stage, microbatch).
             parameter: a trained leaf tensor.
-            leaf: with the memory of ``parameter``; None to make it.
+            leaf: with the memory of ``parameter``; None to make it, or to take the one of :meth:`sharing`.
             collected: whether :meth:`arrived` returns what I leaves in the leaf.
         """
-        leaf = parameter.detach().requires_grad_() if leaf is None else leaf
-        self._leaves.setdefault(key, []).append(_Leaf(parameter, leaf, collected))
-        return leaf
+        shared = self._shared if leaf is None and self._shared is not None else {}
+        stand_in = shared.get(id(parameter))
+        if stand_in is None or stand_in.leaf.data_ptr() != parameter.data_ptr():
+            leaf = parameter.detach().requires_grad_() if leaf is None else leaf
+            stand_in = shared[id(parameter)] = _Leaf(parameter, leaf, collected)
+        self._leaves.setdefault(key, []).append(stand_in)
+        return stand_in.leaf
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Surrounds one call of a schedule, in which all its forwards read one leaf of a parameter."""
+        self._shared = {}
+        try:
+            yield
+        finally:
+            self._shared = None
 
     def switch(self, key: Key, switch: Switch) -> None:
         """Calls ``switch`` with True when the I of ``key`` begins to defer, or now, and with False when it stops."""
@@ -183,8 +197,9 @@ class ParameterLeaves:
             parameters, gradients = zip(*arrived, strict=True)
             engine(parameters, gradients, False, create_graph, (), True, accumulate_grad=True)
 
-    def _open(self) -> Iterator[_Leaf]:
-        return (stand_in for leaves in self._leaves.values() for stand_in in leaves)
+    def _open(self) -> Collection[_Leaf]:
+        """Returns the leaves of all keys, each once."""
+        return {id(stand_in): stand_in for leaves in self._leaves.values() for stand_in in leaves}.values()
 
 
 class _Deferring:

@@ -6,30 +6,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-from megatron.schedules.runtime.function_modes import without_modes
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.deferred_gradient import DeferredGradient, Replayed, Settle
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
 from megatron.schedules.runtime.weight_graph import Closure, Uses, WeightGraph
-
-Settle = Callable[[bool], Iterable[Tensor]]
-"""With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
-
-
-class Replayed(NamedTuple):
-    """A closure that replays a CUDA graph.
-
-    Args:
-        flops: floating point operations of its products.
-        gathers: whether it gathers operands, or the operations are not known.
-    """
-
-    flops: float = 0.0
-    gathers: bool = True
 
 
 class WeightGradients:
@@ -60,7 +45,7 @@ class WeightGradients:
         self._graphs: dict[Uses, WeightGraph] | None = None
         self._meter = meter
         self.hooked = hooked or meter is not None
-        self._waiting: dict[Key, deque[_Deferred]] = {}
+        self._waiting: dict[Key, deque[DeferredGradient]] = {}
         # How many closures wait to add to a parameter.
         self._adding: Counter[int] = Counter()
         self.leaves = ParameterLeaves(watches_all=watches_all)
@@ -133,7 +118,7 @@ class WeightGradients:
         """
         queue = self._queue(key)
         self._settle_newest(queue)
-        item = _Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
+        item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
         self._count(item, 1)
         queue.append(item)
@@ -158,11 +143,11 @@ class WeightGradients:
         if queue and all(self._adding[id(parameter)] == 1 for parameter in queue[-1].parameters):
             self._settle_newest(queue, ahead=True)
 
-    def _settle_newest(self, queue: deque[_Deferred], *, ahead: bool = False) -> None:
+    def _settle_newest(self, queue: deque[DeferredGradient], *, ahead: bool = False) -> None:
         if queue and queue[-1].settle(ahead):
             self._count(queue[-1], -1)
 
-    def _count(self, item: _Deferred, change: int) -> None:
+    def _count(self, item: DeferredGradient, change: int) -> None:
         for parameter in item.parameters:
             self._adding[id(parameter)] += change
 
@@ -256,7 +241,8 @@ class WeightGradients:
         """
         self._graphs = {}
         try:
-            yield
+            with self.leaves.sharing():
+                yield
         finally:
             self._graphs = None
 
@@ -266,7 +252,7 @@ class WeightGradients:
             graph = graphs[uses] = WeightGraph(uses)
         graph.run(compute)
 
-    def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
+    def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:
         """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
         item = queue.popleft()
         if not item.computed:
@@ -275,7 +261,7 @@ class WeightGradients:
                 self.prefetch(*then)
         return self._take(item)
 
-    def _take(self, item: _Deferred) -> Sequence[Tensor | None] | None:
+    def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
         if not item.computed:
             self._count(item, -1)
         item.check_versions()
@@ -283,7 +269,7 @@ class WeightGradients:
         item.release()
         return gradients
 
-    def _queue(self, key: Key) -> deque[_Deferred]:
+    def _queue(self, key: Key) -> deque[DeferredGradient]:
         try:
             return self._waiting[key]
         except KeyError:
@@ -293,117 +279,13 @@ class WeightGradients:
             ) from None
 
 
-def _prefetch_first(queue: deque[_Deferred]) -> bool:
+def _prefetch_first(queue: deque[DeferredGradient]) -> bool:
     """Starts the communication of the first closure that still has to compute; returns whether there is one."""
     for item in queue:
         if not item.computed:
             item.prefetch()
             return True
     return False
-
-
-class _Deferred:
-    """One operation's weight gradients, waiting; see :meth:`WeightGradients.defer`."""
-
-    __slots__ = (
-        *("_gathers", "_held", "_hold", "_key", "_meter", "_prefetch", "_replayed", "_settle", "_versions"),
-        *("closure", "computed", "finished", "parameters"),
-    )
-
-    def __init__(
-        self,
-        key: Key,
-        closure: Closure,
-        parameters: tuple[Tensor, ...],
-        prefetch: Callable[[], None] | None,
-        settle: Settle | None,
-        meter: ActivationMeter | None,
-        replayed: Replayed | None,
-    ) -> None:
-        self.closure, self.parameters = closure, parameters
-        # Whether the expensive part was computed in I, and whether everything was done ahead of W.
-        self.computed = self.finished = False
-        self._gathers, self._replayed = prefetch is not None, replayed
-        self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
-        self._held: Sequence[Tensor] = ()
-        self._versions: list[int] = []
-        self._hold: Hold | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Returns true if it can run before W: it needs no communication, and its size is known."""
-        if self._replayed is not None:
-            return not self._replayed.gathers
-        return self.computed or (not self._gathers and bool(self._held))
-
-    @property
-    def replays(self) -> bool:
-        """Returns whether it replays a CUDA graph."""
-        return self._replayed is not None
-
-    @property
-    def flops(self) -> float:
-        """Floating point operations of its products: 2 a b for each row of an input (rows, a) and a gradient (rows, b).
-
-        Rows follow from the size of both together. The weights of grouped experts have one shape.
-        """
-        if self._replayed is not None:
-            return self._replayed.flops
-        shape = self.parameters[0].shape
-        return 0.0 if self.computed else 2.0 * sum(tensor.numel() for tensor in self._held) * shape.numel() / sum(shape)
-
-    def finish(self) -> None:
-        """Frees it, done ahead of W. It keeps its place, so that W gathers for the others at the same points."""
-        self.closure, self.parameters, self._held, self._versions, self.finished = _nothing, (), (), [], True
-
-    def prefetch(self) -> None:
-        """Starts its communication; later calls do nothing."""
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
-            with torch.no_grad():
-                prefetch()
-
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Counts and watches these from now on, in place of those before."""
-        self.release()
-        self._held = tuple(tensors)
-        self._versions = _versions(self._held)
-        if self._meter is not None:
-            self._hold = self._meter.hold(self._held)
-
-    def settle(self, ahead: bool) -> bool:
-        """Computes ahead of W or decides to wait, on the first call; returns whether this call computed."""
-        if self._settle is None:
-            return False
-        self.check_versions()
-        settle, self._settle = self._settle, None
-        with torch.no_grad():
-            self.hold(settle(ahead))
-        self.computed = ahead
-        return ahead
-
-    def check_versions(self) -> None:
-        """Raises RuntimeError if a held tensor was modified."""
-        for tensor, held, now in zip(self._held, self._versions, _versions(self._held), strict=True):
-            if held != now:
-                stage, microbatch = self._key
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} held for {stage}W{microbatch} was modified "
-                    f"in place after its I: version {held} then, {now} now"
-                )
-
-    def release(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    with without_modes():
-        return [tensor._version for tensor in tensors]
-
-
-def _nothing() -> None:
-    """Closure of gradients that are already accumulated."""
 
 
 def _computed(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

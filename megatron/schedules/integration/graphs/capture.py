@@ -40,7 +40,8 @@ from megatron.schedules.integration.graphs.order import (
 from megatron.schedules.integration.graphs.replay import FUSED, Replay, memory_of
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.programs.program import Program
-from megatron.schedules.runtime.weight_gradients import Replayed, WeightGradients
+from megatron.schedules.runtime.deferred_gradient import Replayed
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.graph_slots import captured_passes, graph_slots
 from megatron.schedules.schedule.kinds import Kind
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.linears.local import fused_gradient
-from megatron.schedules.runtime.weight_gradients import Key, Replayed, WeightGradients
+from megatron.schedules.runtime.deferred_gradient import Replayed
+from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 FUSED = "added to main_grad"
 """In place of a weight gradient that a graph adds to ``main_grad``."""

@@ -142,7 +142,8 @@ class _ForwardImpl:
 
     def _split(self, key: Key, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
-        given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+        given = _DEFAULTS | kwargs
+        given.update(zip(_PARAMETERS, args, strict=False))
         weight, bias, leaves = given["weight"], given["bias"], self._store.leaves
         with without_modes():
             self.whole_because = _why_whole(weight, bias, given)
@@ -244,17 +245,19 @@ class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
         call: _Call = ctx.call
         if not call.store.defers(call.key):
             return None, *_whole_backward(ctx, grad_output)
-        input, weight = ctx.saved_tensors
-        grad_input = None
-        if ctx.needs_input_grad[_INPUT]:
-            # This rank's own gradient must stay allocated until it is reduced.
-            own = grad_output.matmul(weight)
-            grad_input, reducing = _reduced(own, input, ctx)
-            if reducing is not None:
-                call.store.compute_ahead(call.key)
-                reducing.wait()
-        work = _WeightGradient(ctx, call.store.kept(input), call.store.kept(grad_output))
-        defer(call.store, call.key, work, work, call.parameters)
+        with without_modes():
+            input, weight = ctx.saved_tensors
+            grad_input = None
+            if ctx.needs_input_grad[_INPUT]:
+                # This rank's own gradient must stay allocated until it is reduced.
+                own = grad_output.matmul(weight)
+                grad_input, reducing = _reduced(own, input, ctx)
+                if reducing is not None:
+                    call.store.compute_ahead(call.key)
+                    reducing.wait()
+            # Detached, or the graph in front of the linear would stay until W.
+            work = _WeightGradient(ctx, call.store.kept(input.detach()), call.store.kept(grad_output))
+            defer(call.store, call.key, work, work, call.parameters)
         return None, grad_input, *(None,) * (len(_PARAMETERS) - 1)
 
 
@@ -286,7 +289,7 @@ class _WeightGradient(Product):
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         call: _Call = ctx.call
         self._call, fuses = call, bool(ctx.gradient_accumulation_fusion)
-        self._dtype = input.dtype if fuses else None  # a tensor attribute is slow if functions are overridden
+        self._dtype = input.dtype if fuses else None
         # This runs inside backward, where custom_bwd has restored the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         super().__init__(
@@ -301,9 +304,9 @@ class _WeightGradient(Product):
     def _gradients(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         call = self._call
-        # As stock does, for the same bits: contiguous, and in two dimensions.
-        input, grad_output = (operand.contiguous().flatten(0, -2) for operand in (input, grad_output))
-        with self._as_in_forward():
+        with without_modes(), self._as_in_forward():
+            # As stock does, for the same bits: contiguous, and in two dimensions.
+            input, grad_output = input.contiguous().flatten(0, -2), grad_output.contiguous().flatten(0, -2)
             if self._dtype is not None:
                 add_to_main_grad(call.weight, input, grad_output)
             gradients = [None if self._dtype is not None else grad_output.t().matmul(input)]
