@@ -202,7 +202,7 @@ def _replace_in_megatron() -> None:
     use_compiled_helpers(dataset_utils)
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
     """Returns the CPU for a CUDA device; other values unchanged."""
     name = value.type if isinstance(value, torch.device) else value
     return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
@@ -226,11 +226,11 @@ class OnTheCpu(TorchFunctionMode):
             # A data loader draws a seed. This must not change the random numbers of dropout.
             kwargs = {**kwargs, "generator": _HOST_NUMBERS}
         if func is torch.Tensor.type:
-            return _type(func, args, kwargs)
+            return cuda_type(func, args, kwargs)
         if func is torch.Tensor.to:
-            args = tuple(map(_on_cpu, args))
+            args = tuple(map(on_cpu, args))
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
@@ -248,7 +248,7 @@ def _in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-def _type(func: Any, args: Any, kwargs: Any) -> Any:
+def cuda_type(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the CUDA type that the optimizer expects; keeps ``tensor.type("torch.cuda...")`` on the CPU."""
     if len(args) == 1 and not kwargs:
         return str(func(args[0])).replace("torch.", "torch.cuda.")
