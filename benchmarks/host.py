@@ -119,10 +119,13 @@ def _train(ranks: int, flags: Sequence[str]) -> float:
 
 
 def _replace_calls_with_a_device() -> None:
-    """Makes those calls of a step that name a CUDA device work without the stand-in's mode."""
+    """Takes the stand-in's mode out of backwards, and makes calls that name a CUDA device work without it."""
     import torch
+    from torch.autograd.function import BackwardCFunction
 
     from megatron.schedules.integration.cpu.standin import cuda_type, on_cpu
+
+    BackwardCFunction.apply = BackwardCFunction.apply.__wrapped__  # type: ignore[method-assign, attr-defined]
 
     def here(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ It is for tests, the demo, and laptops, and has local layers only. It refuses to
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import time
@@ -239,6 +240,7 @@ class OnTheCpu(TorchFunctionMode):
 def _in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``apply`` of a Python autograd function's node to use the mode, which torch disables in a backward."""
 
+    @functools.wraps(apply)
     def applied(*args: Any) -> Any:
         if torch._C._len_torch_function_stack():
             return apply(*args)
