@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.retune.page import as_page
+from benchmarks.retune.page import as_page, pair
 from benchmarks.retune.retuned import Retuned
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.report.progress_bar import shown
@@ -53,10 +53,10 @@ def main(recipes: Sequence[str], folder: Path | None, jobs: int, output: Path | 
         emit(as_page(list(known.values()), pairs()), page)
 
 
-def pairs() -> int:
-    """Returns the number of pairs of model and GPU in docs/recipes.json."""
-    names = [(each["name"].partition("_pretrain_")[0], each["device"]) for each in json.loads(RECIPES.read_text())]
-    return len({pair for pair in names if not pair[0].endswith("_config")})
+def pairs() -> set[tuple[str, str]]:
+    """Returns the models and GPUs in docs/recipes.json."""
+    found = {pair(each["name"], each["device"]) for each in json.loads(RECIPES.read_text())}
+    return {(model, device) for model, device in found if not model.endswith("_config")}
 
 
 def read(file: Path) -> dict[str, Retuned]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 from benchmarks.retune.retuned import NUMBERS, Figures, Retuned
@@ -27,17 +27,22 @@ _HEADS = (
 )
 
 
-def as_page(found: Sequence[Retuned], every: int) -> str:
+def pair(name: str, device: str) -> tuple[str, str]:
+    """Returns the model and the GPU of a recipe."""
+    return name.partition("_pretrain_")[0], device
+
+
+def as_page(found: Sequence[Retuned], every: Collection[tuple[str, str]]) -> str:
     """Returns the page.
 
     Args:
         found: the recipes that were searched.
-        every: number of models and GPUs of all recipes.
+        every: models and GPUs of all recipes with a pipeline.
     """
     ordered = sorted(found, key=lambda each: each.name)
     return "\n".join(
         [
-            _HEAD.format(len(ordered), every),
+            _HEAD.format(len(ordered), len({pair(each.name, each.device) for each in ordered} & {*every}), len(every)),
             *_summary(ordered),
             *_older(ordered),
             "",
@@ -150,8 +155,8 @@ All figures are [estimates](accuracy.md). **Nothing on this page ran on a GPU.**
 the further they are from those that NVIDIA measured: most of these have microbatches of one sample and little
 recompute. Where a row changes much, try it first.
 
-{} of {} pairs of model and GPU were searched. Not searched is DeepSeek-V4: there is no estimate of its
-hyper-connections.
+{} recipes were searched, of {} of {} pairs of model and GPU. The others are of DeepSeek-V4: there is no
+estimate of its hyper-connections.
 """
 _LEGEND = """- *Sizes*: tensor (TP), context (CP), expert (EP) and pipeline parallel sizes (PP), chunks of a rank under
   stock's interleaved schedule (VP), and samples of a microbatch (MB); sizes of 1 are left out
