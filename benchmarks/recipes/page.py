@@ -330,7 +330,6 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
   Fused experts are not split, so they leave less for W.
   *Gain*: schedule and others together. It is at most 1 % where our bubble is larger than that of stock with levelled
   layers, which these estimates are not exact enough to outweigh
-- Without times: the recipe was not planned with the times of its GPU
 """
 _FLAGS = """`layers="..."` of `install`, or `--pipeline-layers`.
 """
@@ -339,9 +338,9 @@ buys: `v-half` without any recompute. *Time* is its planned iteration time over 
 and levelled layers. It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where
 all but a few layers have experts, is taken as free, so the real gain is larger.
 """
-_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}: about one for each model and
-GPU. The others were not planned again. Gains are over stock's schedule with its own CUDA graphs, its own overlap, and
-levelled layers. All are medians:
+_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}; the others have
+[no figures](#not-counted). Gains are over stock's schedule with its own CUDA graphs, its own overlap, and levelled
+layers. All are medians:
 """
 # A gain or a loss that is worth a word, and microbatches of a rank that are few.
 _CLAIMED, _FEW = 0.01, 4
