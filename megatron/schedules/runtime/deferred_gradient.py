@@ -30,7 +30,7 @@ class Replayed(NamedTuple):
 
 
 class DeferredGradient:
-    """One operation's weight gradients, waiting; see :meth:`WeightGradients.defer`."""
+    """One operation's weight gradients, waiting; see :meth:`.WeightGradients.defer`."""
 
     __slots__ = (
         *("_gathers", "_held", "_hold", "_key", "_meter", "_prefetch", "_replayed", "_settle", "_versions"),
