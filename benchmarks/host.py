@@ -6,7 +6,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,18 +123,12 @@ def _replace_calls_with_a_device() -> None:
     import torch
     from torch.autograd.function import BackwardCFunction
 
-    from megatron.schedules.integration.cpu.standin import cuda_type, on_cpu
+    from megatron.schedules.integration.cpu.standin import cuda_type, making_on_cpu
 
     BackwardCFunction.apply = BackwardCFunction.apply.__wrapped__  # type: ignore[method-assign, attr-defined]
 
-    def here(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
-
-        return called
-
     for name in ("empty", "ones", "tensor", "zeros"):
-        setattr(torch, name, here(getattr(torch, name)))
+        setattr(torch, name, making_on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
     stock = torch.Tensor.type
     torch.Tensor.type = lambda *args, **kwargs: cuda_type(stock, args, kwargs)  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
 
 ROOT = Path(__file__).parents[2]
 JSON, PAGE = ROOT / "docs" / "retuned.json", ROOT / "docs" / "retuned.md"
+PAIRS = {("a", "H100"), ("b", "H100")}
 FIGURES = Figures("v-half", "TP2 PP4 MB1", 32, "", 10.0, 0.4, 0.05, 60.0, "4,4,4,4,4,4,4,4")
 
 
@@ -50,18 +51,18 @@ def test_the_page_says_what_changed_and_why():
     beside = replace(FIGURES, schedule="1f1b", gib=90.0)
     names = ("a_pretrain_64gpu_h100_bf16", 64, "H100", 80.0, "bf16")
     found = Retuned(*names, own, own, FIGURES, beside, 1.2, 1.2, False, ("cuda_graph_impl",), (), 0.03)
-    page = as_page([found], {("a", "H100"), ("b", "H100")})
+    page = as_page([found], PAIRS)
     assert "TP4 PP4 MB1 → TP2 PP4 MB1, 1f1b → v-half" in page
     assert "stock's 1f1b of the same sizes needs 90 GiB of 72, ours 60" in page
     assert "ours loses `cuda_graph_impl`" in page and "up to 3 % faster" in page
     assert "1 recipes were searched, of 1 of 2 pairs of model and GPU" in page
     assert "at least 1 % faster than the best of stock for 1 of 1 recipes" in page
     assert "1 of 1 recipes, marked †, were searched with" in page and "64 H100, bf16 † |" in page
-    now = as_page([replace(found, numbers=NUMBERS)], {("a", "H100"), ("b", "H100")})
+    now = as_page([replace(found, numbers=NUMBERS)], PAIRS)
     assert "earlier numbers" not in now and "†" not in now
     slower = replace(found, beside=replace(beside, gib=70.0), over_stock=0.9, gap=0.0)
-    assert "**stock is as fast or faster**" in as_page([slower], {("a", "H100"), ("b", "H100")})
-    assert "bubbles are 5.0 % of stock's 1f1b of the same sizes" in as_page([slower], {("a", "H100"), ("b", "H100")})
+    assert "**stock is as fast or faster**" in as_page([slower], PAIRS)
+    assert "bubbles are 5.0 % of stock's 1f1b of the same sizes" in as_page([slower], PAIRS)
 
 
 def test_recipes_without_a_wheel_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]):

@@ -101,7 +101,7 @@ def _replace_in_torch() -> None:
     torch.Tensor.is_cuda = property(lambda self: _asked_by_it())  # type: ignore[assignment]
     # A TorchFunctionMode does not work here, because torch disables it in a backward.
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, standin.making_on_cpu(getattr(torch, name)))
     _gather_bytes()
 
 
@@ -158,16 +158,6 @@ def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Done]:
 
 def _asked_by_it() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{PACKAGE}.")
-
-
-def _on_cpu(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return make(*args, **kwargs)
-
-    return made
 
 
 class _CompiledHalf(importlib.abc.MetaPathFinder):

@@ -67,7 +67,7 @@ class Calibration:
 # CDNA4: assumed.
 # What divides a backward was measured on one H100, in dense layers (docs/accuracy.md), and is assumed for NVIDIA's
 # later GPUs: I and W together took no longer than a whole backward, and I took 1.79 and 1.41 times as long as W in
-# layers of Llama-3-8B and Llama-3-70B; 0.22 of attention in W gives 1.74 and 1.45. For AMD's GPUs the price of
+# layers of Llama-3-8B and Llama-3-70B; 0.22 of attention in W gives 1.77 and 1.47. For AMD's GPUs the price of
 # splitting is fitted to measured schedules; they fit better with all of attention in I.
 REACHED: Mapping[str, Reached] = {
     "ampere": Reached(0.85, 1.0),

@@ -237,7 +237,8 @@ class WeightGradients:
     def keeping_graphs(self) -> Iterator[None]:
         """Surrounds one call of a schedule, in which the W's of a stage share a graph, as nearly all are alike.
 
-        A graph holds the parameters, their dtype, and whether they are trained; hooks are those of each W.
+        Its forwards share leaves. A graph holds the parameters, their dtype, and whether they are trained; hooks are
+        those of each W.
         """
         self._graphs = {}
         try:

@@ -203,10 +203,25 @@ def _replace_in_megatron() -> None:
     use_compiled_helpers(dataset_utils)
 
 
-def on_cpu(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     """Returns the CPU for a CUDA device; other values unchanged."""
     name = value.type if isinstance(value, torch.device) else value
     return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
+
+
+def making_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``make``, a function of torch that makes a tensor, with the CPU for a CUDA device.
+
+    For code that :class:`OnTheCpu` does not watch.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return make(*args, **kwargs)
+
+    return made
 
 
 _REPLACED = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
@@ -229,9 +244,9 @@ class OnTheCpu(TorchFunctionMode):
         if func is torch.Tensor.type:
             return cuda_type(func, args, kwargs)
         if func is torch.Tensor.to:
-            args = tuple(map(on_cpu, args))
+            args = tuple(map(_on_cpu, args))
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
