@@ -68,7 +68,8 @@ NEEDS_GPU = {
     "(`test_te_itself.py`, `test_te_fp8.py`, `test_te_jobs.py`)",
     "gradient accumulation fusion": "kernels of Apex or Transformer Engine; tested on stand-ins "
     "(`test_split_linear.py`, `test_te_itself.py`)",
-    "NCCL": "programs are proved to end on channels without buffers, in NCCL's order; run over gloo only",
+    "NCCL": "programs are proved to end on channels without buffers, in NCCL's order; run over gloo, a few jobs over "
+    "NCCL (`tests/gpu`)",
 }
 
 

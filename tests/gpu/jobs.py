@@ -5,6 +5,7 @@ Importing this imports Megatron, on its CPU stand-in where there is no GPU.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import sys
@@ -57,6 +58,9 @@ _EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALG
 COMPILES_NOTHING = ("--no-bias-dropout-fusion", "--no-bias-gelu-fusion")
 # Ranks that hang are ended by their own watchdog, a while before this.
 _JOB_S = 240.0
+# The first NCCL that lets ranks share a GPU, as it tells its version, and what it then needs to be told.
+_SHARES_A_GPU = 23000
+_SHARED = {"LOCAL_RANK": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Ran(NamedTuple):
@@ -108,7 +112,7 @@ def train(
         environment: beside torchrun's.
     """
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": str(job.connections)}
-    variables |= {"LOCAL_RANK": "0"} if shared else {}
+    variables |= _SHARED if shared else {}
     variables |= _EXACT if job.exact else {}
     variables |= {SEARCH_VARIABLE: "1"} | (environment or {})
     ranks: list[Ran] = run_ranks(world, partial(_rank, job), variables, timeout=_JOB_S, fresh=fresh)
@@ -189,6 +193,15 @@ def kernel_flags(setting: Setting, *, te: bool = False) -> list[str]:
     if setting.on_cpu:
         return [*times.ON_CPU_FLAGS, *(["--transformer-impl", "transformer_engine"] if te else [])]
     return [*times.gpu_flags(te=te), *COMPILES_NOTHING]
+
+
+def backend_of_a_shared_gpu() -> str:
+    """Returns the backend for messages of ranks that share a GPU: NCCL's where the one that is loaded allows it."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return "nccl" if version.value >= _SHARES_A_GPU else "gloo"
 
 
 def schedule_flags(schedule: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What one GPU shows. Ranks share it, and send their messages through the host."""
+"""What one GPU shows. Ranks share it, over NCCL where it allows that (2.30 or newer), else over gloo and the host."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ WIDER = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64"
 # Megatron's recipes, and the oldest GPUs, by compute capability, that have them.
 FP4 = "nvfp4"
 RECIPES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), FP4: (10, 0)}
+# What the graphs hold, and flags of the model.
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+GRAPHED = {
+    "whole layers": ("", ""),
+    "attention": ("--cuda-graph-modules attn", ""),
+    "attention and MLP": ("--cuda-graph-modules attn mlp", ""),
+    "router of experts": ("--cuda-graph-modules attn moe_router moe_preprocess", EXPERTS),
+    "tensorwise": ("", "--fp8-format hybrid --fp8-recipe tensorwise"),
+}
+WITH_GRAPHS = (*FEW, "v-zb")
 each_kind_of_layers = pytest.mark.parametrize("te", KINDS.values(), ids=KINDS)
 
 
@@ -42,15 +52,16 @@ def needs_te(jobs: Any, setting: Setting, te: bool) -> None:
         pytest.skip("Transformer Engine's layers cannot be used here")
 
 
-def flags_of(iterations: int, ranks: int, batch: int) -> list[str]:
-    sizes = ["--train-iters", str(iterations), "--global-batch-size", str(batch), "--distributed-backend", "gloo"]
+def flags_of(jobs: Any, iterations: int, ranks: int, batch: int) -> list[str]:
+    sizes = ["--train-iters", str(iterations), "--global-batch-size", str(batch)]
+    sizes += ["--distributed-backend", jobs.backend_of_a_shared_gpu()]
     return [*sizes, *(["--pipeline-model-parallel-size", str(ranks)] if ranks > 1 else [])]
 
 
 def same_as_stock(
     jobs: Any, shows: Shows, setting: Setting, schedule: str, ranks: int, *, more: Sequence[str] = (), **asked: Any
 ) -> None:
-    """Compares a job with stock's on one rank, whose messages need a GPU for each rank.
+    """Compares a job with stock's on one rank, for which gloo has no messages of a GPU.
 
     Args:
         more: flags of our job alone.
@@ -59,7 +70,7 @@ def same_as_stock(
     iterations = 2 if setting.on_cpu else 5
     family = next(family for family in FAMILIES.values() if schedule in family)
     flags = model_flags(jobs, setting, jobs.planned_layers(ranks, family), **asked)
-    its = jobs.Job((*flags, *flags_of(iterations, 1, 7)), exact=True)
+    its = jobs.Job((*flags, *flags_of(jobs, iterations, 1, 7)), exact=True)
     stock, again = (jobs.stock(1, its, shared=True, number=number) for number in range(2))
     recipe = asked.get("recipe", "")
     tolerance = BF16 if recipe else FP32
@@ -67,7 +78,7 @@ def same_as_stock(
     to_the_bit = same_bits(stock, again) and recipe != FP4
     _, fault = compared(again, stock, iterations, tolerance, to_the_bit=False)
     assert not fault, f"stock against itself: {fault}"
-    job = jobs.Job((*flags, *flags_of(iterations, ranks, 7), *jobs.schedule_flags(schedule), *more), exact=True)
+    job = jobs.Job((*flags, *flags_of(jobs, iterations, ranks, 7), *jobs.schedule_flags(schedule), *more), exact=True)
     ours = jobs.train(ranks, job, shared=True)
     # What adds up in another order has another last digit.
     shows(*compared(ours, stock, iterations, tolerance, to_the_bit=to_the_bit and not more))
@@ -163,7 +174,7 @@ def test_recompute_with_dropout_changes_no_gradient(
 ):
     needs_te(jobs, setting, te)
     iterations = 2 if setting.on_cpu else 5
-    flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(iterations, 2, 7), "--attention-dropout", "0.1"]
+    flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(jobs, iterations, 2, 7), "--attention-dropout", "0.1"]
     flags += ["--hidden-dropout", "0.1", *jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else [])]
     made = plan(Request(schedule, 2, 7))
     files = [tmp_path / "plain.csv", tmp_path / "recompute.csv"]
@@ -184,11 +195,55 @@ def test_no_pass_waits_for_the_device_after_the_first_iteration(
     """By torch's own check round each pass."""
     of_every_kind(setting, schedule)
     needs_te(jobs, setting, te)
-    flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(4, 2, 4), "--timing-log-level", "2"]
+    flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(jobs, 4, 2, 4), "--timing-log-level", "2"]
     flags += [*jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else []), *jobs.schedule_flags(schedule)]
     ran = jobs.train(2, jobs.Job(tuple(flags), jobs.watchers.NoWaits), shared=True)
     waits = sorted({wait for found in ran.found for wait in found})
     shows({"iterations": len(ran.losses)}, waits[0] if waits else "")
+
+
+def same_as_without_graphs(
+    jobs: Any, shows: Shows, setting: Setting, schedule: str, graphs: str, model: str = ""
+) -> None:
+    """Compares a job that has the flags ``graphs`` with the same job without them; tells the peak memory of both."""
+    iterations = 3 if setting.on_cpu else 5
+    flags = [*jobs.size_flags(setting, 8, usual=False), *flags_of(jobs, iterations, 2, 7)]
+    flags += [*jobs.kernel_flags(setting, te=True), *(WIDER.split() if setting.on_cpu else ())]
+    flags += ["--bf16", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad", *jobs.schedule_flags(schedule)]
+    flags += model.split()
+    plain, repeated, graphed = (
+        jobs.train(2, jobs.Job((*flags, *more), jobs.watchers.Peak, exact=True), shared=True)
+        for more in ((), (), graphs.split())
+    )
+    figures, fault = compared(graphed, plain, iterations, BF16, to_the_bit=same_bits(plain, repeated))
+    shows({"peak memory, GiB, by rank": graphed.found, "without graphs": plain.found} | figures, fault)
+
+
+@pytest.mark.parametrize("graphed", GRAPHED)
+@pytest.mark.parametrize("schedule", WITH_GRAPHS)
+def test_cuda_graphs_of_layers_change_no_gradient(
+    jobs: Any, shows: Shows, setting: Setting, schedule: str, graphed: str
+):
+    of_every_kind(setting, schedule)
+    if fault := jobs.graphs_fault():
+        pytest.skip(fault)
+    if graphed in RECIPES and jobs.capability() < RECIPES[graphed]:
+        pytest.skip("the device does not compute it")
+    modules, model = GRAPHED[graphed]
+    graphs = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0 {modules}"
+    same_as_without_graphs(jobs, shows, setting, schedule, graphs, model)
+
+
+@pytest.mark.parametrize("schedule", WITH_GRAPHS)
+def test_a_graph_of_a_whole_iteration_changes_no_gradient(jobs: Any, shows: Shows, setting: Setting, schedule: str):
+    """Losses and norms of the iterations that are replayed: the first has no graph."""
+    of_every_kind(setting, schedule)
+    if fault := jobs.te_fault():
+        pytest.skip(fault)
+    if not setting.on_cpu and jobs.backend_of_a_shared_gpu() == "gloo":
+        pytest.skip("a message through the host cannot be captured, and this NCCL lets no ranks share a GPU")
+    graph = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1"
+    same_as_without_graphs(jobs, shows, setting, schedule, graph)
 
 
 @pytest.mark.parametrize("schedule", FEW)
@@ -197,7 +252,7 @@ def test_offload_changes_no_gradient_and_waits_for_nothing(
 ):
     """Activations of all microbatches go to the host and come back."""
     iterations = 2 if setting.on_cpu else 5
-    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(iterations, 2, 6)]
+    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(jobs, iterations, 2, 6)]
     made = plan(Request(schedule, 2, 6))
     stay, go = tmp_path / "stay.csv", tmp_path / "go.csv"
     stay.write_text(to_csv(made))
@@ -232,7 +287,7 @@ def test_profile_of_a_job_is_what_independent_events_measure(
     made = plan(Request(name, 2, 6))
     csv, last = tmp_path / "schedule.csv", 5
     csv.write_text(to_csv(offloaded(made) if copies else made))
-    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(last, 2, 6)]
+    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(jobs, last, 2, 6)]
     flags += ["--pipeline-schedule", str(csv), "--pipeline-measure", f"{tmp_path}:2-{last}"]
     ran = jobs.train(2, jobs.Job(tuple(flags), jobs.watchers.WithStock), shared=True)
     profile = read_profile(tmp_path / COSTS)
@@ -251,7 +306,7 @@ def test_replan_keeps_losses_to_the_bit(jobs: Any, shows: Shows, setting: Settin
         "v-zb": (("v-zb",), ("v-zb", "--pipeline-replan")),
         "adaptive": (("adaptive:2", limit, "1"), ("adaptive:2", limit, "auto")),
     }[schedule]
-    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(iterations, 2, 8)]
+    flags = [*jobs.size_flags(setting, 4, usual=False), *jobs.kernel_flags(setting), *flags_of(jobs, iterations, 2, 8)]
     # The bytes are what a CPU's ranks have for activations of the tiny model.
     first, second = (
         jobs.train(
@@ -299,7 +354,7 @@ def test_ranges_of_a_profile_name_every_pass_and_message(jobs: Any, shows: Shows
     """As 3F12 and 3SEND_F12, each once and in order; on a GPU the profile has kernels too."""
     if setting.on_cpu and schedule != FEW[-1]:
         pytest.skip(f"on a CPU only {FEW[-1]} is tried")
-    flags = [*jobs.size_flags(setting, 8, usual=False), *jobs.kernel_flags(setting), *flags_of(3, 2, 4)]
+    flags = [*jobs.size_flags(setting, 8, usual=False), *jobs.kernel_flags(setting), *flags_of(jobs, 3, 2, 4)]
     # Stock's own profiling, which brings the names, is to begin after the end.
     flags += ["--profile", "--profile-step-start", "1000", "--profile-step-end", "1001"]
     job = jobs.Job((*flags, *jobs.schedule_flags(schedule)), jobs.watchers.Profiled)
