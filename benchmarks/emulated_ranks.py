@@ -9,9 +9,10 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ def run_ranks(ranks: int, body: Callable[[], Any], timeout: float) -> list[Any]:
     Raises:
         RankError: as soon as one rank fails, or where they take longer than ``timeout`` seconds; all are ended then.
     """
+    with running_ranks(ranks, body, timeout) as results:
+        return results()
+
+
+@contextmanager
+def running_ranks(ranks: int, body: Callable[[], Any], timeout: float) -> Iterator[Callable[[], list[Any]]]:
+    """Works like :func:`run_ranks`, but yields what waits for the results. At the end of the context all are ended."""
     context = multiprocessing.get_context("fork")
     gc.collect()
     gc.freeze()  # or the first full collection copies all that was imported into every rank
@@ -48,7 +56,7 @@ def run_ranks(ranks: int, body: Callable[[], Any], timeout: float) -> list[Any]:
             processes.append(process)
             pipes[ours] = rank
         try:
-            return _results(pipes, Path(folder), time.monotonic() + timeout)
+            yield partial(_results, pipes, Path(folder), time.monotonic() + timeout)
         finally:
             for process in processes:
                 process.kill()

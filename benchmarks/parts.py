@@ -65,7 +65,7 @@ class Statistics(NamedTuple):
 
     Args:
         median: the middle one.
-        low, high: the shortest and the longest.
+        low, high: the shortest and the longest, or the quartiles.
     """
 
     median: float
@@ -76,6 +76,12 @@ class Statistics(NamedTuple):
     def of(values: Sequence[float]) -> Statistics:
         """Returns the statistics of at least one value."""
         return Statistics(statistics.median(values), min(values), max(values))
+
+    @staticmethod
+    def quartiles(values: Sequence[float]) -> Statistics:
+        """Returns the median and the quartiles of at least two values."""
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Statistics(median, low, high)
 
     def per(self, other: Statistics) -> float:
         """Returns the ratio of the medians."""

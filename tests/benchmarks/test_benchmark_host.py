@@ -11,12 +11,13 @@ from benchmarks import host
 pytestmark = pytest.mark.pure
 
 
-def row(job: str, ranks: int, ratio: float) -> dict[str, Any]:
-    """A row of two rounds."""
+def row(job: str, ranks: int, ratio: float, layers: str = "local") -> dict[str, Any]:
+    """A row of two steps."""
     known = next(each for each in host._JOBS if each.name == job)
     spread = {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01}
     seconds = {"median": 0.5, "low": 0.4, "high": 0.6}
     return {
+        "layers": layers,
         "job": job,
         "beside": known.beside,
         "most": known.most,
@@ -28,15 +29,25 @@ def row(job: str, ranks: int, ratio: float) -> dict[str, Any]:
     }
 
 
-ROWS = [row("stock 1F1B", 2, 1.0), row("`1f1b`", 2, 0.98), row("`zb-1p`", 2, 1.04), row("`zb-1p`", 4, 1.07)]
+ROWS = [
+    row("stock 1F1B", 2, 1.0),
+    row("`1f1b`", 2, 0.98),
+    row("`zb-1p`", 2, 1.04),
+    row("`zb-1p`", 4, 1.07),
+    row("`zb-1p`", 2, 1.02, "transformer_engine"),
+    row("`zb-1p`", 4, 1.03, "transformer_engine"),
+]
 
 
-def test_a_claim_holds_if_it_does_on_all_sizes() -> None:
+def test_a_claim_holds_if_it_does_on_all_sizes_and_layers() -> None:
     found = {claim.text: (claim.found, claim.verdict) for claim in host.claims(ROWS)}
     assert found == {
-        "A step under `1f1b` takes the host at most 1.00 of the time of stock 1F1B": ("0.98 on 2 ranks", "held"),
+        "A step under `1f1b` takes the host at most 1.00 of the time of stock 1F1B": (
+            "local layers: 0.98, on 2 ranks",
+            "held",
+        ),
         "A step under `zb-1p` takes the host at most 1.05 of the time of stock 1F1B": (
-            "1.04, 1.07 on 2 and 4 ranks",
+            "local layers: 1.04, 1.07; Transformer Engine's layers: 1.02, 1.03, on 2 and 4 ranks",
             "not held",
         ),
     }
@@ -44,8 +55,8 @@ def test_a_claim_holds_if_it_does_on_all_sizes() -> None:
 
 def test_stocks_jobs_are_compared_with_nothing() -> None:
     lines = host.section(ROWS).splitlines()
-    assert "| stock 1F1B | 2 | 500 |  |" in lines
-    assert "| `zb-1p` | 4 | 500 | 1.070 (1.060 to 1.080) |" in lines
+    assert "| local | stock 1F1B | 2 | 500 |  |" in lines
+    assert "| local | `zb-1p` | 4 | 500 | 1.070 (1.060 to 1.080) |" in lines
 
 
 def test_each_schedule_is_beside_stock_with_as_many_chunks() -> None:

@@ -282,22 +282,23 @@ def bound_again_to_a_newer_store() -> None:
     newer.run(0, 0)
 
 
-def the_binding_of_a_model_splits_them() -> None:
+def the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do() -> None:
     from megatron.schedules.integration.linears.transformer_engine import is_split
     from megatron.schedules.integration.model_binding import ModelBinding
 
-    model, no_planner = Block(), object()
-    ModelBinding(no_planner).weight_gradients([model])
-    assert all(is_split(linear) for linear in (model.up, model.down, model.head))
+    model, binding = Block(), ModelBinding(object())
+    for stocks, expected in ((True, False), (False, True), (True, True)):
+        binding.weight_gradients([model], stocks=stocks)
+        assert [is_split(linear) for linear in (model.up, model.down, model.head)] == [expected] * 3
 
 
 def kept_whole() -> None:
-    from megatron.schedules.integration.linears.transformer_engine import _whole_cases, is_split
+    from megatron.schedules.integration.linears.transformer_engine import _why_whole, is_split
 
     weight = torch.nn.Parameter(torch.zeros(8, 8))
-    assert not any(holds for _, holds in _whole_cases({"weight": weight}, {}))
+    assert _why_whole({"weight": weight}, {}) is None
     weight.is_distributed_weight = True  # type: ignore[attr-defined] # that of 2.19, which needs its own groups
-    assert any(holds for _, holds in _whole_cases({"weight": weight}, {}))
+    assert _why_whole({"weight": weight}, {}) == "distributed weight"
 
     model = Block()
     model.up.weight.overwrite_main_grad = True
@@ -462,7 +463,7 @@ CHECKS = (
     evaluation_and_whole_backwards_are_untouched,
     a_module_is_itself_after_its_forward,
     bound_again_to_a_newer_store,
-    the_binding_of_a_model_splits_them,
+    the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do,
     kept_whole,
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,

@@ -13,7 +13,7 @@ from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
-from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
+from megatron.schedules.programs.program import Action, Op, Program, ProgramError, channels_of
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
@@ -48,6 +48,27 @@ def test_the_position_of_a_receive_depends_on_the_times_of_passes():
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     slow = uneven(Costs(), (2, 1)).on(sequential(2))
     assert texts(lower(one_f_one_b, slow))[1] == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("0F0 0F1 0B0 0B1", True),
+        ("0F0 0F1 0B1 0B0", False),
+        ("0F0 0F1 0I0 0W0 0B1", False),
+        ("0F0 0F1", True),
+    ],
+    ids=["as stock", "another order", "split", "evaluation"],
+)
+def test_a_program_tells_whether_its_backwards_are_stocks(row: str, expected: bool):
+    """Megatron's linears may rely on it: the first microbatch's gradient can overwrite what is there."""
+    assert schedule_program(row).backward_is_stocks == expected
+
+
+def schedule_program(row: str) -> Program:
+    """The program of one rank that has one stage."""
+    actions = [Action(work.kind, work.stage, work.microbatch) for work in map(Pass.parse, row.split())]
+    return Program(0, tuple(actions), sequential(1), 2)
 
 
 def test_messages_that_a_rank_holds():

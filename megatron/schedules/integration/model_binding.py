@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration.linears.local import split_linears
+from megatron.schedules.integration.linears.local import gradients_in_their_passes, split_linears
 from megatron.schedules.integration.linears.te_operands import autocast_now
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.programs.program import Program
@@ -73,6 +73,7 @@ class ModelBinding:
         self._planner, self._watches_all = planner, watches_all
         self._store: WeightGradients | None = None
         self._running: WeightGradients | None = None
+        self._bound = False
         self.volatile: set[int] = set()
         self._recompute: Recomputes | None = None
         self.offloads: Offloads | None = None
@@ -96,7 +97,7 @@ class ModelBinding:
                 which = self._planner.recomputed_layers
                 recompute_layers(chunk, None if which is None else which[stage], self._recompute)
         return Deferred(
-            self.weight_gradients(chunks, meter),
+            self.weight_gradients(chunks, meter, stocks=program.backward_is_stocks),
             self._recompute if program.has_recompute else None,
             self.offloads if program.has_offload else None,
         )
@@ -106,16 +107,22 @@ class ModelBinding:
         """Parameters whose hooks have seen parts of gradients: :attr:`.ParameterLeaves.partial`."""
         return () if self._store is None else self._store.leaves.partial
 
-    def weight_gradients(self, chunks: Chunks, meter: ActivationMeter | None = None) -> WeightGradients:
+    def weight_gradients(
+        self, chunks: Chunks, meter: ActivationMeter | None = None, *, stocks: bool = False
+    ) -> WeightGradients:
         """Queue of weight gradients for the linears of ``chunks``.
 
-        All calls share one queue, except calls in which a meter counts.
+        All calls share one queue, except calls in which a meter counts. The linears stay unchanged as long as each
+        backward is ``stocks`` (:attr:`.Program.backward_is_stocks`) and no hooks surround their forwards.
         """
         store = self._store
         if store is None or meter is not None:
             hooked, watches_all = self.offloads is not None, self._watches_all
             store = WeightGradients(meter, hooked=hooked, watches_all=watches_all, volatile=self.volatile)
-            _bind_linears(chunks, store)
+        binds = self._bound or store.hooked or not stocks
+        if store is not self._store or binds > self._bound:
+            self._bound = binds
+            _bind_linears(chunks, store if binds else None)
         self._store = store if meter is None else None
         self._running = store
         return store
@@ -135,10 +142,14 @@ class ModelBinding:
             self._store = None  # the next call binds them anew
 
 
-def _bind_linears(chunks: Chunks, store: WeightGradients) -> None:
+def _bind_linears(chunks: Chunks, store: WeightGradients | None) -> None:
+    """Binds the linears to ``store``, if there is one."""
     for chunk in chunks:
-        split_linears(chunk, store)
-        split_te_linears(chunk, store)
+        if store is None:
+            gradients_in_their_passes(chunk)
+        else:
+            split_linears(chunk, store)
+            split_te_linears(chunk, store)
 
 
 def _decoder_layers(model_chunk: torch.nn.Module) -> list[torch.nn.Module]:

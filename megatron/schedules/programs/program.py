@@ -275,6 +275,15 @@ class Program:
         """Returns whether the activations of this forward are offloaded (O) and loaded back (L)."""
         return (stage, microbatch) in self._offloaded
 
+    @cached_property
+    def backward_is_stocks(self) -> bool:
+        """True if no backward is split, and those of a stage come in the order of its forwards."""
+        order: dict[tuple[Kind | Op, int], list[int]] = {}
+        for action in self.actions:
+            order.setdefault((action.op, action.stage), []).append(action.microbatch)
+        ordered = (order.get((Kind.B, stage)) in (None, order[Kind.F, stage]) for op, stage in order if op is Kind.F)
+        return not self._split and all(ordered)
+
     @property
     def has_recompute(self) -> bool:
         """True if the program has an R."""

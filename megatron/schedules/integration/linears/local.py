@@ -12,8 +12,7 @@ The following are never split; stock's Function computes the weight gradient in 
 - a ``weight`` argument that is not a leaf: its gradient continues beyond W;
 - subclasses with their own ``_forward_impl``.
 
-``defer_embedding_wgrad_compute`` is switched off: it stores the logits' gradients of several microbatches until stock's
-own schedule ends.
+:func:`gradients_in_their_passes` switches ``defer_embedding_wgrad_compute`` off.
 
 The communication of expert linears (``explicit_expert_comm``) is outside ``_forward_impl``. Stock's local linears do
 not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
@@ -70,10 +69,10 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         The number of linears now bound to ``store``.
     """
     bound, whole = 0, output_layers(model_chunk)
+    gradients_in_their_passes(model_chunk)
     for module in model_chunk.modules():
         if not isinstance(module, LINEARS):
             continue
-        module.config.defer_embedding_wgrad_compute = False
         if is_split(module):
             del module.__dict__["_forward_impl"]
         own = "_forward_impl" in module.__dict__ or not any(
@@ -84,6 +83,16 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         module._forward_impl = _ForwardImpl(module, store, splits=module not in whole)
         bound += 1
     return bound
+
+
+def gradients_in_their_passes(model_chunk: torch.nn.Module) -> None:
+    """Switches ``defer_embedding_wgrad_compute`` off in ``model_chunk``.
+
+    It stores the logits' gradients of several microbatches until stock's own schedule ends.
+    """
+    for module in model_chunk.modules():
+        if isinstance(module, LINEARS):
+            module.config.defer_embedding_wgrad_compute = False
 
 
 def is_split(linear: torch.nn.Module) -> bool:

@@ -45,7 +45,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,13 @@ _QUANTIZED_AFTERWARDS = ("force_hp_input_gather", "force_hp_blockwise_ln_out_gat
 # Attribute of Megatron's experts that is true if Transformer Engine fuses their linears with other operations.
 _FUSES = "_with_fused_impl"
 _FUSED = "fused with other operations"
+_UNKNOWN = "weight or bias of an unknown kind"
+# Attributes of weights with gradients of another kind.
+_MARKS = {
+    "overwrite_main_grad": "weight whose gradient is overwritten",
+    "__fsdp_param__": FSDP,
+    "is_distributed_weight": "distributed weight",
+}
 # Number of autograd nodes to search for a linear's own: it may add a bias, and cast or reshape the result.
 _STEPS_AFTER = 4
 
@@ -116,7 +123,7 @@ def defers(linear: torch.nn.Module) -> bool:
     """Works like :func:`.local.defers` for Transformer Engine's linears."""
     if not is_split(linear) or linear.__dict__["forward"].whole_because == _FUSED:
         return False
-    return not any(holds for _, holds in _whole_cases(*_parameters(linear)))
+    return _why_whole(*_parameters(linear)) is None
 
 
 def whole_because(linear: torch.nn.Module) -> str | None:
@@ -145,11 +152,12 @@ class _Forward:
         if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
+        # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
+        adding = _adding if getattr(module, "is_first_microbatch", True) else _as_it_is
         if key is not None:
-            cases = _whole_cases(weights, biases)
-            self.whole_because = self._never_split or next((why for why, holds in cases if holds), None)
+            self.whole_because = self._never_split or _why_whole(weights, biases)
         if key is None or self.whole_because is not None:
-            return _adding(whole(module, *args, **kwargs))
+            return adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
         # The hooks live as long as the accumulators, which the graph references after the forward.
         accumulators = call.listen()
@@ -158,7 +166,7 @@ class _Forward:
         del accumulators
         if call.input_over is not None:
             self._store.leaves.switch(key, _InputInParts(output))
-        return _adding(output)
+        return adding(output)
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
@@ -188,6 +196,10 @@ def _adding(output: Any) -> Any:
     return output
 
 
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
 class _InputInParts:
     """Keeps a call's backward from gathering its input where it defers to W, which gathers it."""
 
@@ -206,26 +218,36 @@ class _InputInParts:
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns, by name, the weights and the trainable biases whose gradients are computed with theirs."""
-    named = {name: p for name, p in module._parameters.items() if p is not None and _PARAMETER.fullmatch(name)}
+    own = module._parameters
+    named = [(name, p) for name in _products_of(tuple(own)) if (p := own[name]) is not None]
     # If a bias is returned, or added after a reduction, autograd computes its gradient in I.
     fused = module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
-    weights = {name: p for name, p in named.items() if name.startswith("weight")}
-    return weights, {n: p for n, p in named.items() if fused and n not in weights and p.requires_grad}
+    weights = {name: p for name, p in named if name.startswith("weight")}
+    return weights, {n: p for n, p in named if fused and n not in weights and p.requires_grad}
 
 
-def _whole_cases(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Iterator[tuple[str, bool]]:
-    yield "several weights in one", not weights
-    known = [type(weight) is torch.nn.Parameter or te_operands.is_primary(weight) for weight in weights.values()]
-    known += [type(bias) is torch.nn.Parameter for bias in biases.values()]
-    yield "weight or bias of an unknown kind", not all(known)
-    yield FROZEN, not all(weight.requires_grad for weight in weights.values())
-    yield "weight whose gradient is overwritten", _any_has(weights, "overwrite_main_grad")
-    yield FSDP, any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
-    yield "distributed weight", _any_has(weights, "is_distributed_weight")
+@cache
+def _products_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of a module's parameters ``names`` that are a product's."""
+    return tuple(filter(_PARAMETER.fullmatch, names))
 
 
-def _any_has(weights: dict[str, Tensor], mark: str) -> bool:
-    return any(getattr(weight, mark, False) for weight in weights.values())
+def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | None:
+    """Returns why a linear with these parameters is not split; None if it is."""
+    if not weights:
+        return "several weights in one"
+    for bias in biases.values():
+        if type(bias) is not torch.nn.Parameter:
+            return _UNKNOWN
+    for weight in weights.values():
+        if type(weight) is not torch.nn.Parameter and not te_operands.is_primary(weight):
+            return _UNKNOWN
+        if not weight.requires_grad:
+            return FROZEN
+        for mark, why in _MARKS.items():
+            if getattr(weight, mark, False):
+                return why
+    return None
 
 
 @contextmanager
