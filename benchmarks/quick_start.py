@@ -1,7 +1,7 @@
 """Does in one process, before it forks the ranks, what every rank of a Megatron job repeats at its start.
 
-Ranks that share a GPU talk over gloo, which waits for the device in each collective and has few of them for a GPU's
-tensors. So groups of one rank, as those of data and tensor parallelism are, use NCCL.
+Ranks that share a GPU may have to talk over gloo, which waits for the device in each collective and has few of them for
+a GPU's tensors. So groups of one rank, as those of data and tensor parallelism are, use NCCL.
 """
 
 from __future__ import annotations
