@@ -139,7 +139,7 @@ class ModelBinding:
         try:
             yield
         finally:
-            self._store = None  # the next call binds them anew
+            self._store, self._bound = None, True  # the next call binds them anew
 
 
 def _bind_linears(chunks: Chunks, store: WeightGradients | None) -> None:
