@@ -211,11 +211,13 @@ def compare(
     inputs: Any = inputs_of,
     bind: Any = None,
     once: bool = True,
+    shares: bool = True,
 ) -> SimpleNamespace:
     """Run stock and split side by side from one model and check that all gradients are the same bits.
 
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
-    R the whole model is recomputed. Hooks fire as often as stock's: ``once`` for each microbatch.
+    R the whole model is recomputed. Hooks fire as often as stock's: ``once`` for each microbatch. A forward ``shares``
+    leaves with the others, as within one call of a schedule.
     """
     from megatron.schedules.integration.linears.local import split_linears
     from megatron.schedules.integration.model_binding import capture_state
@@ -234,7 +236,8 @@ def compare(
     recomputes = Recomputes(capture_state) if "R" in order else None
     if recomputes is not None:
         recompute_layer(other, recomputes)
-    ours = split(partial(forward, other), other_x, store, order, recomputes)
+    with store.keeping_graphs() if shares else contextlib.nullcontext():
+        ours = split(partial(forward, other), other_x, store, order, recomputes)
     assert_same("output", ours, stocks)
     assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
     names = list(hooks.fired)

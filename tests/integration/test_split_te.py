@@ -35,14 +35,15 @@ VERSION = re.escape(VERSIONS[-1])
 
 def _matrix(sequence_parallel: bool) -> None:
     settings = tensor_parallel() | {"sequence_parallel": sequence_parallel}
-    for bias, fused, order, (dtype, main_grad) in itertools.product(
+    for bias, fused, shares, order, (dtype, main_grad) in itertools.product(
+        (True, False),
         (True, False),
         (True, False),
         (TOGETHER, SEVERAL_I_AHEAD, LAST_W_FIRST),
         ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)),
     ):
         block = Block(bias=bias, fuse_wgrad_accumulation=fused, params_dtype=dtype, **settings)
-        assert compare(block, order, main_grad=main_grad).split == 3
+        assert compare(block, order, main_grad=main_grad, shares=shares).split == 3
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
@@ -69,6 +70,23 @@ def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(
 def grouped_linears() -> None:
     for bias, fused, order in itertools.product((True, False), (True, False), (SEVERAL_I_AHEAD, LAST_W_FIRST)):
         assert compare(Experts(bias=bias, fuse_wgrad_accumulation=fused), order).split == 2
+
+
+def linears_that_share_a_weight() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self, *, fused: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.second = (linear("Linear", 8, 8, fuse_wgrad_accumulation=fused) for _ in range(2))
+            self.second.weight = self.first.weight
+            # In the first microbatch stock's backward of one overwrites the other's fused gradient.
+            self.first.is_first_microbatch = self.second.is_first_microbatch = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())  # type: ignore[no-any-return]
+
+    for fused, shares in itertools.product((True, False), (True, False)):
+        assert compare(Tied(fused=fused), once=False, shares=shares).split == 2
 
 
 def the_idle_expert_gets_zeros() -> None:
@@ -452,6 +470,7 @@ CHECKS = (
     the_idle_expert_gets_zeros,
     grouped_memory_to_be_filled_is_not_held,
     grouped_tensors_are_counted_and_watched,
+    linears_that_share_a_weight,
     biases_handed_on,
     hooks_fire_in_w,
     frozen_parameters,

@@ -43,6 +43,7 @@ class ParameterLeaves:
 
     Attributes:
         deferring: key whose I the engine runs; None outside of I and in a backward of user code.
+        kept: what forwards of one call of the schedule share besides leaves; None outside of :meth:`sharing`.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
     """
@@ -50,6 +51,7 @@ class ParameterLeaves:
     def __init__(self, *, watches_all: bool = False) -> None:
         self._watches_all = watches_all
         self.deferring: Key | None = None
+        self.kept: dict[int, Any] | None = None
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[_Leaf]] = {}
         self._shared: dict[int, _Leaf] | None = None
@@ -78,11 +80,11 @@ class ParameterLeaves:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Surrounds one call of a schedule, in which all its forwards read one leaf of a parameter."""
-        self._shared = {}
+        self._shared, self.kept = {}, {}
         try:
             yield
         finally:
-            self._shared = None
+            self._shared = self.kept = None
 
     def switch(self, key: Key, switch: Switch) -> None:
         """Calls ``switch`` with True when the I of ``key`` begins to defer, or now, and with False when it stops."""

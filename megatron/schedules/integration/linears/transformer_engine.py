@@ -45,8 +45,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,15 +158,25 @@ class _Forward:
             self.whole_because = self._never_split or _why_whole(weights, biases)
         if key is None or self.whole_because is not None:
             return adding(whole(module, *args, **kwargs))
-        call = _Call(module, self._store, key, weights, biases)
-        # The hooks live as long as the accumulators, which the graph references after the forward.
-        accumulators = call.listen()
+        call, heard = self._call(key, weights, biases)
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
-        del accumulators
+        del heard
         if call.input_over is not None:
             self._store.leaves.switch(key, _InputInParts(output))
         return adding(output)
+
+    def _call(self, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> tuple[_Call, Any]:
+        """Returns a call, and what must live until the graph of its forward references it."""
+        leaves = self._store.leaves
+        kept = {} if leaves.kept is None else leaves.kept
+        heard = {}
+        for name, weight in weights.items():
+            leaf = te_operands.leaf_in(leaves, key, weight)
+            if id(leaf) not in kept:
+                kept[id(leaf)] = _Heard.of(self._module, leaf, weight)
+            heard[name] = kept[id(leaf)]
+        return _Call(self._module, self._store, key, weights, biases, heard), heard
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
@@ -266,23 +276,76 @@ def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
             del own[name]
 
 
+class _Listener:
+    """Hears of each backward that reaches a leaf, after what linears' backwards have asked their calls."""
+
+    def __init__(self, module: Any, leaf: Any, weight: Tensor) -> None:
+        self.leaf = leaf
+        self._weight, self._fused, self._name = weight, module.fuse_wgrad_accumulation, type(module).__name__
+        self._whole: bool | None = None
+        self._asked: set[int] = set()
+
+    def asked(self, call: _Call, *, defers: bool) -> None:
+        """The backward of ``call`` has asked whether it ``defers`` the weight's gradient."""
+        self._whole = not defers
+        if defers and not call.deferred:
+            self._asked.add(id(call))
+
+    def deferred(self, call: _Call) -> None:
+        """The backward of ``call`` has deferred it."""
+        self._asked.discard(id(call))
+
+    def arrived(self, *_: Any) -> None:
+        """A backward has reached the leaf, with a gradient or with none."""
+        if self._whole:
+            if self._fused and self.leaf.grad is None:
+                self.leaf.grad = fused_gradient(self._weight, self._weight.dtype)  # so that the weight's hooks run
+            return
+        self.leaf.grad = None
+        if self._whole is None or self._asked:
+            raise RuntimeError(
+                f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
+                "otherwise than the versions that splitting its backward was written for"
+            )
+
+
+class _Heard(NamedTuple):
+    """A leaf's listener, which hears as long as this lives, or a graph that reaches the leaf."""
+
+    listener: _Listener
+    accumulator: Any
+
+    @classmethod
+    def of(cls, module: Any, leaf: Any, weight: Any) -> _Heard:
+        """Makes the listener of a ``leaf`` of ``weight``, which the linear ``module`` uses."""
+        if module.fuse_wgrad_accumulation:
+            # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
+            leaf.main_grad = weight.main_grad
+        listener = _Listener(module, leaf, weight)
+        accumulator = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+        accumulator.register_hook(listener.arrived)
+        return cls(listener, accumulator)
+
+
 class _Call:
     """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
     def __init__(
-        self, module: Any, store: WeightGradients, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]
+        self,
+        module: Any,
+        store: WeightGradients,
+        key: Key,
+        weights: dict[str, Tensor],
+        biases: dict[str, Tensor],
+        heard: dict[str, _Heard],
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        # W itself looks for the gradients of biases, which are there in I for some operands.
-        self.leaves: dict[str, Any] = {
-            name: store.leaves.add(key, parameter, te_operands.leaf_of(parameter), collected=name in weights)
-            for name, parameter in (weights | biases).items()
-        }
-        if self.fused:
-            for name, weight in weights.items():
-                # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
-                self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
+        self._listeners = [each.listener for each in heard.values()]
+        self.leaves: dict[str, Any] = {name: each.listener.leaf for name, each in heard.items()}
+        for name, bias in biases.items():
+            # Of this call alone: W itself looks for their gradients, which are there in I for some operands.
+            self.leaves[name] = store.leaves.add(key, bias, te_operands.leaf_of(bias), collected=False)
         parallel = module.parallel_mode if module.tp_size > 1 else None
         self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
         # Ranks over which the backward gathers the rows of the input or of the output's gradient.
@@ -291,33 +354,17 @@ class _Call:
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
         # Whether the output's gradient is gathered in a userbuffer.
         self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
-        self.store, self._key, self._name = store, key, type(module).__name__
-        self.in_forward = self._deferred = False
-
-    def listen(self) -> list[Any]:
-        """Makes :meth:`_arrived` run after every backward, for any gradients of the weights. Keep the result alive."""
-        accumulators = []
-        for name, weight in self.weights.items():
-            leaf = self.leaves[name]
-            accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])
-            accumulators[-1].register_hook(partial(self._arrived, leaf, weight))
-        return accumulators
-
-    def _arrived(self, leaf: Tensor, weight: Tensor, *_: Any) -> None:
-        if not self.store.defers(self._key):
-            if self.fused and leaf.grad is None:
-                leaf.grad = fused_gradient(weight, weight.dtype)  # so that the weight's hooks run
-            return
-        leaf.grad = None
-        if not self._deferred:
-            raise RuntimeError(
-                f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
-                "otherwise than the versions that splitting its backward was written for"
-            )
+        self.store, self._key = store, key
+        self.in_forward = self.deferred = False
 
     def delay_wgrad_compute(self) -> bool:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
-        return self.in_forward or self.store.defers(self._key)
+        if self.in_forward:
+            return True
+        defers = self.store.defers(self._key)
+        for listener in self._listeners:
+            listener.asked(self, defers=defers)
+        return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         """Receives the deferred weight gradient from Transformer Engine's backward.
@@ -332,7 +379,9 @@ class _Call:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
             self.store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
-        self._deferred = True
+        self.deferred = True
+        for listener in self._listeners:
+            listener.deferred(self)
         parameters = [*self.weights.values(), *self.biases.values()]
         defer(self.store, self._key, work.product, work, parameters)
 
