@@ -33,7 +33,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.gpu_libraries import ENGINE
 from megatron.schedules.integration.linears.products import gathered
-from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
 
 BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 """Attributes of a linear for the overlaps that are off in a split backward."""
@@ -68,11 +67,6 @@ def leaf_of(weight: Any) -> Any:
     if is_primary(weight):
         weight.update_usage(columnwise_usage=True)
     return weight.detach().requires_grad_()
-
-
-def leaf_in(leaves: ParameterLeaves, key: Key, weight: Any) -> Any:
-    """Returns a leaf for ``weight`` in the forward of ``key``; all of a schedule's call share that of a plain one."""
-    return leaves.add(key, weight, leaf_of(weight) if is_primary(weight) else None)
 
 
 def keep_columns(operand: Any) -> None:

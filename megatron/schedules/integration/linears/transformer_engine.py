@@ -46,7 +46,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_ver
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.local import FROZEN, FSDP, OWN_FORWARD, fused_gradient, output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
+from megatron.schedules.integration.linears.te_leaves import Heard, heard_of
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
@@ -169,13 +170,7 @@ class _Forward:
     def _call(self, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> tuple[_Call, Any]:
         """Returns a call, and what must live until the graph of its forward references it."""
         leaves = self._store.leaves
-        kept = {} if leaves.kept is None else leaves.kept
-        heard = {}
-        for name, weight in weights.items():
-            leaf = te_operands.leaf_in(leaves, key, weight)
-            if id(leaf) not in kept:
-                kept[id(leaf)] = _Heard.of(self._module, leaf, weight)
-            heard[name] = kept[id(leaf)]
+        heard = {name: heard_of(leaves, key, self._module, weight) for name, weight in weights.items()}
         return _Call(self._module, self._store, key, weights, biases, heard), heard
 
 
@@ -276,57 +271,6 @@ def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
             del own[name]
 
 
-class _Listener:
-    """Hears of each backward that reaches a leaf, after what linears' backwards have asked their calls."""
-
-    def __init__(self, module: Any, leaf: Any, weight: Tensor) -> None:
-        self.leaf = leaf
-        self._weight, self._fused, self._name = weight, module.fuse_wgrad_accumulation, type(module).__name__
-        self._whole: bool | None = None
-        self._asked: set[int] = set()
-
-    def asked(self, call: _Call, *, defers: bool) -> None:
-        """The backward of ``call`` has asked whether it ``defers`` the weight's gradient."""
-        self._whole = not defers
-        if defers and not call.deferred:
-            self._asked.add(id(call))
-
-    def deferred(self, call: _Call) -> None:
-        """The backward of ``call`` has deferred it."""
-        self._asked.discard(id(call))
-
-    def arrived(self, *_: Any) -> None:
-        """A backward has reached the leaf, with a gradient or with none."""
-        if self._whole:
-            if self._fused and self.leaf.grad is None:
-                self.leaf.grad = fused_gradient(self._weight, self._weight.dtype)  # so that the weight's hooks run
-            return
-        self.leaf.grad = None
-        if self._whole is None or self._asked:
-            raise RuntimeError(
-                f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
-                "otherwise than the versions that splitting its backward was written for"
-            )
-
-
-class _Heard(NamedTuple):
-    """A leaf's listener, which hears as long as this lives, or a graph that reaches the leaf."""
-
-    listener: _Listener
-    accumulator: Any
-
-    @classmethod
-    def of(cls, module: Any, leaf: Any, weight: Any) -> _Heard:
-        """Makes the listener of a ``leaf`` of ``weight``, which the linear ``module`` uses."""
-        if module.fuse_wgrad_accumulation:
-            # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
-            leaf.main_grad = weight.main_grad
-        listener = _Listener(module, leaf, weight)
-        accumulator = leaf.view_as(leaf).grad_fn.next_functions[0][0]
-        accumulator.register_hook(listener.arrived)
-        return cls(listener, accumulator)
-
-
 class _Call:
     """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
@@ -337,7 +281,7 @@ class _Call:
         key: Key,
         weights: dict[str, Tensor],
         biases: dict[str, Tensor],
-        heard: dict[str, _Heard],
+        heard: dict[str, Heard],
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
@@ -355,7 +299,7 @@ class _Call:
         # Whether the output's gradient is gathered in a userbuffer.
         self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
         self.store, self._key = store, key
-        self.in_forward = self.deferred = False
+        self.in_forward = self._deferred = False
 
     def delay_wgrad_compute(self) -> bool:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
@@ -363,7 +307,7 @@ class _Call:
             return True
         defers = self.store.defers(self._key)
         for listener in self._listeners:
-            listener.asked(self, defers=defers)
+            listener.asked(id(self), defers=defers, done=self._deferred)
         return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
@@ -379,9 +323,9 @@ class _Call:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
             self.store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
-        self.deferred = True
+        self._deferred = True
         for listener in self._listeners:
-            listener.deferred(self)
+            listener.deferred(id(self))
         parameters = [*self.weights.values(), *self.biases.values()]
         defer(self.store, self._key, work.product, work, parameters)
 
