@@ -13,7 +13,7 @@ from benchmarks.uneven_layers import uneven
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.programs.checker import check
 from megatron.schedules.programs.lowering import lower
-from megatron.schedules.programs.program import Action, Op, Program, ProgramError, channels_of
+from megatron.schedules.programs.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
@@ -62,13 +62,8 @@ def test_the_position_of_a_receive_depends_on_the_times_of_passes():
 )
 def test_a_program_tells_whether_its_backwards_are_stocks(row: str, expected: bool):
     """Megatron's linears may rely on it: the first microbatch's gradient can overwrite what is there."""
-    assert schedule_program(row).backward_is_stocks == expected
-
-
-def schedule_program(row: str) -> Program:
-    """The program of one rank that has one stage."""
-    actions = [Action(work.kind, work.stage, work.microbatch) for work in map(Pass.parse, row.split())]
-    return Program(0, tuple(actions), sequential(1), 2)
+    (program,) = lower(schedule(sequential(1), 2, row))
+    assert program.backward_is_stocks == expected
 
 
 def test_messages_that_a_rank_holds():
