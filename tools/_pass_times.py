@@ -188,22 +188,23 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
     """
     stages, store = _stages(model, None)
     activation, gradient = _ends(model, stage, stages)
-    for microbatch in count(1):
-        _bind(model, stage, store)
-        times = [_now()]
-        stages.forward(stage, microbatch, activation, split=split, recompute=False)
-        times.append(_now())
-        with _bare_torch():
-            if split:
-                stages.backward_input(stage, microbatch, gradient)
-                times.append(_now())
-                stages.backward_weight(stage, microbatch)
-            else:
-                stages.backward(stage, microbatch, gradient)
-        times.append(_now())
-        if activation is not None:
-            activation.grad = None
-        yield Seconds(*_differences(times), *([] if split else [0.0]))
+    with store.keeping_graphs():  # as in a job
+        for microbatch in count(1):
+            _bind(model, stage, store)
+            times = [_now()]
+            stages.forward(stage, microbatch, activation, split=split, recompute=False)
+            times.append(_now())
+            with _bare_torch():
+                if split:
+                    stages.backward_input(stage, microbatch, gradient)
+                    times.append(_now())
+                    stages.backward_weight(stage, microbatch)
+                else:
+                    stages.backward(stage, microbatch, gradient)
+            times.append(_now())
+            if activation is not None:
+                activation.grad = None
+            yield Seconds(*_differences(times), *([] if split else [0.0]))
 
 
 def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:

@@ -35,8 +35,7 @@ GRAPHED = {
     "attention": ("--cuda-graph-modules attn", ""),
     "attention and MLP": ("--cuda-graph-modules attn mlp", ""),
     "router of experts": ("--cuda-graph-modules attn moe_router moe_preprocess", EXPERTS),
-    "tensorwise": ("", "--fp8-format hybrid --fp8-recipe tensorwise"),
-}
+} | {recipe: ("", f"--fp8-format hybrid --fp8-recipe {recipe}") for recipe in ("tensorwise", "delayed", "blockwise")}
 WITH_GRAPHS = (*FEW, "v-zb")
 each_kind_of_layers = pytest.mark.parametrize("te", KINDS.values(), ids=KINDS)
 

@@ -68,8 +68,9 @@ def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(
 
 
 def grouped_linears() -> None:
-    for bias, fused, order in itertools.product((True, False), (True, False), (SEVERAL_I_AHEAD, LAST_W_FIRST)):
-        assert compare(Experts(bias=bias, fuse_wgrad_accumulation=fused), order).split == 2
+    each = (True, False)
+    for bias, fused, shares, order in itertools.product(each, each, each, (SEVERAL_I_AHEAD, LAST_W_FIRST)):
+        assert compare(Experts(bias=bias, fuse_wgrad_accumulation=fused), order, shares=shares).split == 2
 
 
 def linears_that_share_a_weight() -> None:
@@ -87,6 +88,28 @@ def linears_that_share_a_weight() -> None:
 
     for fused, shares in itertools.product((True, False), (True, False)):
         assert compare(Tied(fused=fused), once=False, shares=shares).split == 2
+
+
+def grouped_linears_that_share_some_weights() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self, tied: tuple[str, str], *, fused: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.linears = torch.nn.ModuleList(
+                linear("GroupedLinear", 2, 8, 8, bias=False, fuse_wgrad_accumulation=fused) for _ in range(2)
+            )
+            setattr(self.linears[1], tied[1], getattr(self.linears[0], tied[0]))
+            for each in self.linears:
+                each.is_first_microbatch = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            splits = [5, SEQUENCE * BATCH - 5]
+            output: Tensor = self.linears[1](self.linears[0](x.reshape(-1, 8), splits).tanh(), splits)
+            return output
+
+    ties = itertools.product(("weight0", "weight1"), repeat=2)
+    for tied, fused, shares in itertools.product(ties, (True, False), (True, False)):
+        assert compare(Tied(tied, fused=fused), once=False, shares=shares).split == 2, tied
 
 
 def the_idle_expert_gets_zeros() -> None:
@@ -471,6 +494,7 @@ CHECKS = (
     grouped_memory_to_be_filled_is_not_held,
     grouped_tensors_are_counted_and_watched,
     linears_that_share_a_weight,
+    grouped_linears_that_share_some_weights,
     biases_handed_on,
     hooks_fire_in_w,
     frozen_parameters,

@@ -31,7 +31,7 @@ class SplitLinear(nn.Module):
         if key is None:
             return nn.functional.linear(x, self.weight, self.bias)
         parameters = self.weight, self.bias
-        leaves = (self.store.leaves.add(key, parameter) for parameter in parameters)
+        leaves = (self.store.leaves.add(key, parameter).leaf for parameter in parameters)
         return _Deferring.apply(x, *leaves, parameters, self.store, key)
 
 

@@ -91,6 +91,18 @@ def test_nothing_is_added_to_a_parameter_ahead_of_what_waits_to_be():
     assert log[-2:] == ["d ahead", "e ahead"], "what was computed adds no more"
 
 
+def test_what_waits_since_before_anything_could_compute_ahead_is_waited_for_too():
+    log: list[str] = []
+    store, weight, other = WeightGradients(), torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    with store.input_gradient(0, 0):
+        store.defer((0, 0), lambda: [None], parameters=[weight])
+    with store.input_gradient(0, 1):
+        for name, parameter in (("a", weight), ("b", other)):
+            _Settling(log, name).defer(store, 1, parameter)
+            store.compute_ahead((0, 1))
+    assert log == ["a waits", "b ahead"]
+
+
 def test_a_held_tensor_that_was_written_to_before_it_computes_ahead_is_an_error():
     log: list[str] = []
     store, settling = WeightGradients(), _Settling(log, "a")

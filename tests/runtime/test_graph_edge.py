@@ -42,7 +42,7 @@ def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool, backwar
 def test_leaves_run_the_backward_of_a_pass() -> None:
     leaves, parameter = ParameterLeaves(), torch.ones(2, requires_grad=True)
     with leaves.forward():
-        edge = edge_of(2 * leaves.add((0, 0), parameter))
+        edge = edge_of(2 * leaves.add((0, 0), parameter).leaf)
         backward_from(edge, torch.ones(2))
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 2.0]

@@ -355,9 +355,9 @@ def test_forwards_of_a_call_share_a_leaf_while_the_weight_stays_where_it_is():
             if microbatch == 2:
                 weight.data = torch.ones(2)
             with store.split(0, microbatch):
-                leaves.append(store.leaves.add((0, microbatch), weight))
+                leaves.append(store.leaves.add((0, microbatch), weight).leaf)
     with store.split(0, 3):
-        leaves.append(store.leaves.add((0, 3), weight))
+        leaves.append(store.leaves.add((0, 3), weight).leaf)
     assert leaves[0] is leaves[1]
     assert len({id(leaf) for leaf in leaves}) == 3
     assert leaves[2].tolist() == [1.0, 1.0]
@@ -368,7 +368,7 @@ def test_a_gradient_at_a_leaf_that_open_microbatches_share_counts_once():
     with store.keeping_graphs():
         for microbatch in range(3):
             with store.split(0, microbatch):
-                product = (store.leaves.add((0, microbatch), weight) * x).sum()
+                product = (store.leaves.add((0, microbatch), weight).leaf * x).sum()
                 (asked,) = torch.autograd.grad(product, weight, retain_graph=True)
                 assert asked.tolist() == [3.0, 5.0]
                 product.backward()
@@ -378,7 +378,7 @@ def test_a_gradient_at_a_leaf_that_open_microbatches_share_counts_once():
 def test_a_parameter_is_not_kept_alive():
     store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(2))
     with store.split(0, 0):
-        leaf = store.leaves.add((0, 0), weight)
+        leaf = store.leaves.add((0, 0), weight).leaf
     store.defer((0, 0), lambda: [torch.ones(2)], parameters=[weight])
     store.run(0, 0)
     alive = weakref.ref(weight), weakref.ref(leaf)

@@ -10,7 +10,7 @@ parameter, and whoever asks for the parameter's gradient gets the leaf's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from operator import add
@@ -29,7 +29,15 @@ Switch = Callable[[bool], None]
 """Prepares a backward that defers its weight gradients, or one that does not."""
 
 
-class _Leaf(NamedTuple):
+class StandIn(NamedTuple):
+    """A leaf in the place of a parameter.
+
+    Args:
+        parameter: a trained leaf tensor.
+        leaf: with its memory.
+        collected: whether :meth:`ParameterLeaves.arrived` returns what I leaves in the leaf.
+    """
+
     parameter: Tensor
     leaf: Tensor
     collected: bool
@@ -53,29 +61,29 @@ class ParameterLeaves:
         self.deferring: Key | None = None
         self.kept: dict[int, Any] | None = None
         self.partial: set[int] = set()
-        self._leaves: dict[Key, list[_Leaf]] = {}
-        self._shared: dict[int, _Leaf] | None = None
+        self._leaves: dict[Key, list[StandIn]] = {}
+        self._shared: dict[int, StandIn] | None = None
         self._switches: dict[Key, list[Switch]] = {}
         self._without_graph: Collection[int] = ()
         self._refusal = ""
         self._twice = False  # whether a backward has made a graph, whose own backward may reach leaves in I
 
-    def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> Tensor:
-        """Returns a leaf that takes the place of ``parameter`` in the forward of ``key``.
+    def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> StandIn:
+        """Returns what takes the place of ``parameter`` in the forward of ``key``, a (stage, microbatch).
 
-        Args:
-            key: the (stage, microbatch).
-            parameter: a trained leaf tensor.
-            leaf: with the memory of ``parameter``; None to make it, or to take the one of :meth:`sharing`.
-            collected: whether :meth:`arrived` returns what I leaves in the leaf.
+        The arguments are those of :class:`StandIn`. Without a ``leaf`` it is made, or that of :meth:`sharing` is taken.
         """
         shared = self._shared if leaf is None and self._shared is not None else {}
         stand_in = shared.get(id(parameter))
         if stand_in is None or stand_in.leaf.data_ptr() != parameter.data_ptr():
             leaf = parameter.detach().requires_grad_() if leaf is None else leaf
-            stand_in = shared[id(parameter)] = _Leaf(parameter, leaf, collected)
+            stand_in = shared[id(parameter)] = StandIn(parameter, leaf, collected)
         self._leaves.setdefault(key, []).append(stand_in)
-        return stand_in.leaf
+        return stand_in
+
+    def add_again(self, key: Key, stand_ins: Iterable[StandIn]) -> None:
+        """Lets what :meth:`add` returned for one forward take its place in that of ``key`` too."""
+        self._leaves.setdefault(key, []).extend(stand_ins)
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
@@ -199,7 +207,7 @@ class ParameterLeaves:
             parameters, gradients = zip(*arrived, strict=True)
             engine(parameters, gradients, False, create_graph, (), True, accumulate_grad=True)
 
-    def _open(self) -> Collection[_Leaf]:
+    def _open(self) -> Collection[StandIn]:
         """Returns the leaves of all keys, each once."""
         return {id(stand_in): stand_in for leaves in self._leaves.values() for stand_in in leaves}.values()
 
@@ -268,7 +276,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     return own[-1].run_backward(*args, **kwargs) if own else engine(*args, **kwargs)
 
 
-def _has_hooks(stand_in: _Leaf) -> bool:
+def _has_hooks(stand_in: StandIn) -> bool:
     parameter: Any = stand_in.parameter
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 

@@ -42,12 +42,13 @@ class WeightGradients:
         volatile: set[int] | None = None,
     ) -> None:
         self.volatile: set[int] = set() if volatile is None else volatile
-        self._graphs: dict[Uses, WeightGraph] | None = None
+        # By the identities of what they use, which they keep.
+        self._graphs: dict[tuple[tuple[int, ...], ...], WeightGraph] | None = None
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[DeferredGradient]] = {}
-        # How many closures wait to add to a parameter.
-        self._adding: Counter[int] = Counter()
+        # How many closures wait to add to a parameter; None until the first one that may be computed ahead.
+        self._adding: Counter[int] | None = None
         self.leaves = ParameterLeaves(watches_all=watches_all)
         # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
         # own, which must see the key too. Passes of one rank never run at the same time.
@@ -118,6 +119,9 @@ class WeightGradients:
         """
         queue = self._queue(key)
         self._settle_newest(queue)
+        if settle is not None and self._adding is None:
+            waiting = (each for others in self._waiting.values() for each in others if not each.computed)
+            self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
         self._count(item, 1)
@@ -139,8 +143,8 @@ class WeightGradients:
         It is possible where the closure was deferred with ``settle`` and no other closure waits to add to the same
         parameter, of whichever microbatch: sums of gradients keep their order.
         """
-        queue = self._queue(key)
-        if queue and all(self._adding[id(parameter)] == 1 for parameter in queue[-1].parameters):
+        queue, adding = self._queue(key), self._adding
+        if queue and adding is not None and all(adding[id(parameter)] == 1 for parameter in queue[-1].parameters):
             self._settle_newest(queue, ahead=True)
 
     def _settle_newest(self, queue: deque[DeferredGradient], *, ahead: bool = False) -> None:
@@ -148,8 +152,9 @@ class WeightGradients:
             self._count(queue[-1], -1)
 
     def _count(self, item: DeferredGradient, change: int) -> None:
-        for parameter in item.parameters:
-            self._adding[id(parameter)] += change
+        if self._adding is not None:
+            for parameter in item.parameters:
+                self._adding[id(parameter)] += change
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Starts the first communication of a coming :meth:`run`; may be left out.
@@ -249,8 +254,9 @@ class WeightGradients:
 
     def _backward(self, uses: Uses, compute: Closure) -> None:
         graphs = {} if self._graphs is None else self._graphs
-        if (graph := graphs.get(uses)) is None:
-            graph = graphs[uses] = WeightGraph(uses)
+        which = tuple([tuple(map(id, parameters)) for parameters in uses])
+        if (graph := graphs.get(which)) is None:
+            graph = graphs[which] = WeightGraph(uses)
         graph.run(compute)
 
     def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:

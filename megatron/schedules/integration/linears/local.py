@@ -158,10 +158,10 @@ class _ForwardImpl:
             self.whole_because = _why_whole(weight, bias, given)
             if self.whole_because is not None:
                 return None
-            given["weight"] = leaf = leaves.add(key, weight)
+            given["weight"] = leaf = leaves.add(key, weight).leaf
             trained = bias if bias is not None and bias.requires_grad else None
             if trained is not None:
-                given["bias"] = leaves.add(key, trained)
+                given["bias"] = leaves.add(key, trained).leaf
         if given["gradient_accumulation_fusion"] and hasattr(weight, "main_grad"):
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
         given["tp_group"] = get_tensor_model_parallel_group_if_none(given["tp_group"])

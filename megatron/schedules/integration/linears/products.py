@@ -111,6 +111,8 @@ def memory_of(operand: Any) -> list[Tensor]:
     if type(operand) is Tensor:
         return [operand]
     if isinstance(operand, (list, tuple)):
+        if set(map(type, operand)) == {Tensor}:
+            return list(operand)
         return [tensor for part in operand for tensor in memory_of(part)]
     return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
 

@@ -1,10 +1,14 @@
-"""Leaves in place of the weights of Transformer Engine's linears, and who hears of backwards that reach them.
+"""Leaves in place of the weights of a Transformer Engine linear, and who hears of backwards that reach them.
 
-All forwards of one call of a schedule share the leaf of a weight, and one listener.
+All forwards of one call of a schedule share them. A linear of experts has hundreds: where possible, all are handled at
+once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -13,26 +17,23 @@ from torch import Tensor
 from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.local import fused_gradient
-from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
+from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, StandIn
 
 
 class Listener:
-    """Hears of each backward that reaches a leaf, after what linears' backwards have asked their calls.
+    """Hears of each backward that reaches leaves of a linear, after what the linear's backward has asked its call.
 
     Args:
-        module: a linear that uses the leaf.
-        leaf: the leaf.
-        weight: in whose place it is.
+        module: the linear.
     """
 
-    def __init__(self, module: Any, leaf: Any, weight: Tensor) -> None:
-        self.leaf = leaf
-        self._weight, self._fused, self._name = weight, module.fuse_wgrad_accumulation, type(module).__name__
+    def __init__(self, module: Any) -> None:
+        self._fused, self._name = module.fuse_wgrad_accumulation, type(module).__name__
         self._whole: bool | None = None
         self._asked: set[int] = set()
 
     def asked(self, call: int, *, defers: bool, done: bool) -> None:
-        """The backward of a ``call``, by identity, has asked whether it ``defers`` the weight's gradient.
+        """The backward of a ``call``, by identity, has asked whether it ``defers`` the weights' gradients.
 
         ``done`` if it already has.
         """
@@ -41,16 +42,16 @@ class Listener:
             self._asked.add(call)
 
     def deferred(self, call: int) -> None:
-        """The backward of ``call`` has deferred it."""
+        """The backward of ``call`` has deferred them."""
         self._asked.discard(call)
 
-    def arrived(self, *_: Any) -> None:
-        """A backward has reached the leaf, with a gradient or with none."""
+    def arrived(self, leaf: Any, weight: Tensor, *_: Any) -> None:
+        """A backward has reached the ``leaf`` in place of ``weight``, with a gradient or with none."""
         if self._whole:
-            if self._fused and self.leaf.grad is None:
-                self.leaf.grad = fused_gradient(self._weight, self._weight.dtype)  # so that the weight's hooks run
+            if self._fused and leaf.grad is None:
+                leaf.grad = fused_gradient(weight, weight.dtype)  # so that the weight's hooks run
             return
-        self.leaf.grad = None
+        leaf.grad = None
         if self._whole is None or self._asked:
             raise RuntimeError(
                 f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
@@ -58,24 +59,56 @@ class Listener:
             )
 
 
-class Heard(NamedTuple):
-    """A leaf's listener, which hears as long as this lives, or a graph that reaches the leaf."""
+class Leaves(NamedTuple):
+    """Leaves in place of all weights of a linear.
 
+    Args:
+        weights: by name.
+        leaves: by name.
+        listener: hears of them as long as this lives, or a graph that reaches them.
+        stand_ins: the weights with their leaves.
+        addresses: of the weights' memory.
+        accumulators: nodes of the leaves.
+    """
+
+    weights: dict[str, Tensor]
+    leaves: dict[str, Any]
     listener: Listener
-    accumulator: Any
+    stand_ins: Sequence[StandIn]
+    addresses: Sequence[int]
+    accumulators: Sequence[Any]
+
+    def are_of(self, weights: dict[str, Tensor]) -> bool:
+        """Returns whether they are leaves of these weights, and have their memory."""
+        same = len(weights) == len(self.weights) and all(map(is_, weights.values(), self.weights.values()))
+        return same and self.addresses == [weight.data_ptr() for weight in weights.values()]
 
 
-def heard_of(leaves: ParameterLeaves, key: Key, module: Any, weight: Any) -> Heard:
-    """Returns the listener of a leaf for ``weight`` in the forward of ``key``: a shared one, unless it is quantized."""
-    plain = type(weight) is torch.nn.Parameter
-    leaf: Any = leaves.add(key, weight, None if plain else te_operands.leaf_of(weight))
-    kept = leaves.kept if plain and leaves.kept is not None else {}
-    if id(leaf) not in kept:
+def leaves_of(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
+    """Returns leaves of ``module`` in the forward of ``key``: shared ones, unless a weight is quantized."""
+    shared = leaves.kept if leaves.kept is not None and _plain(weights) else {}
+    first = id(next(iter(weights.values())))
+    found: Leaves | None = shared.get(first)
+    if found is not None and found.are_of(weights):
+        leaves.add_again(key, found.stand_ins)
+        return found
+    shared[first] = found = _new(leaves, key, module, weights)
+    return found
+
+
+def _plain(weights: dict[str, Tensor]) -> bool:
+    return set(map(type, weights.values())) == {torch.nn.Parameter}
+
+
+def _new(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
+    listener, accumulators = Listener(module), list[Any]()
+    stand_ins = [leaves.add(key, weight, te_operands.leaf_of(weight)) for weight in weights.values()]
+    for weight, leaf, _ in stand_ins:
         if module.fuse_wgrad_accumulation:
             # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
-            leaf.main_grad = weight.main_grad
-        listener, accumulator = Listener(module, leaf, weight), leaf.view_as(leaf).grad_fn.next_functions[0][0]
-        accumulator.register_hook(listener.arrived)
-        kept[id(leaf)] = Heard(listener, accumulator)
-    found: Heard = kept[id(leaf)]
-    return found
+            leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
+        accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+        accumulators[-1].register_hook(partial(listener.arrived, leaf, weight))
+    addresses = [weight.data_ptr() for weight in weights.values()]
+    by_name = dict(zip(weights, (stand_in.leaf for stand_in in stand_ins), strict=True))
+    return Leaves(weights, by_name, listener, stand_ins, addresses, accumulators)

@@ -75,7 +75,7 @@ def keep_columns(operand: Any) -> None:
     Plain tensors do not change.
     """
     if isinstance(operand, (list, tuple)):
-        for tensor in operand:
+        for tensor in () if set(map(type, operand)) == {Tensor} else operand:
             keep_columns(tensor)
     elif is_quantized(operand):
         operand.update_usage(rowwise_usage=False, columnwise_usage=True)

@@ -55,7 +55,7 @@ from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_ver
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.local import FROZEN, FSDP, OWN_FORWARD, fused_gradient, output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
-from megatron.schedules.integration.linears.te_leaves import Heard, heard_of
+from megatron.schedules.integration.linears.te_leaves import Leaves, leaves_of
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
@@ -159,19 +159,13 @@ class _Forward:
             self.whole_because = self._never_split or _why_whole(weights, biases)
         if key is None or self.whole_because is not None:
             return adding(whole(module, *args, **kwargs))
-        call, heard = self._call(key, weights, biases)
+        leaves = leaves_of(self._store.leaves, key, module, weights)
+        call = _Call(module, self._store, key, leaves, biases)
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
-        del heard
         if call.input_over is not None:
             self._store.leaves.switch(key, _InputInParts(output))
         return adding(output)
-
-    def _call(self, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> tuple[_Call, Any]:
-        """Returns a call, and what must live until the graph of its forward references it."""
-        leaves = self._store.leaves
-        heard = {name: heard_of(leaves, key, self._module, weight) for name, weight in weights.items()}
-        return _Call(self._module, self._store, key, weights, biases, heard), heard
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
@@ -224,17 +218,21 @@ class _InputInParts:
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns, by name, the weights and the trainable biases whose gradients are computed with theirs."""
     own = module._parameters
-    named = [(name, p) for name in _products_of(tuple(own)) if (p := own[name]) is not None]
+    weights, biases = _products_of(tuple(own))
     # If a bias is returned, or added after a reduction, autograd computes its gradient in I.
-    fused = module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
-    weights = {name: p for name, p in named if name.startswith("weight")}
-    return weights, {n: p for n, p in named if fused and n not in weights and p.requires_grad}
+    fused = biases and module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+    return (
+        {name: p for name in weights if (p := own[name]) is not None},
+        {name: p for name in biases if (p := own[name]) is not None and p.requires_grad} if fused else {},
+    )
 
 
 @cache
-def _products_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of a module's parameters ``names`` that are a product's."""
-    return tuple(filter(_PARAMETER.fullmatch, names))
+def _products_of(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Returns which of a module's parameters ``names`` are a product's weights, and which its biases."""
+    kinds = [(match[1], name) for name in names if (match := _PARAMETER.fullmatch(name))]
+    weights, biases = ([name for kind, name in kinds if kind == wanted] for wanted in ("weight", "bias"))
+    return weights, biases
 
 
 def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | None:
@@ -245,10 +243,13 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
         if type(bias) is not torch.nn.Parameter:
             return _UNKNOWN
     for weight in weights.values():
-        if type(weight) is not torch.nn.Parameter and not te_operands.is_primary(weight):
+        plain = type(weight) is torch.nn.Parameter
+        if not plain and not te_operands.is_primary(weight):
             return _UNKNOWN
         if not weight.requires_grad:
             return FROZEN
+        if plain and _MARKS.keys().isdisjoint(vars(weight)):  # its marks are its own, not its class's
+            continue
         for mark, why in _MARKS.items():
             if getattr(weight, mark, False):
                 return why
@@ -279,17 +280,18 @@ class _Call:
         module: Any,
         store: WeightGradients,
         key: Key,
-        weights: dict[str, Tensor],
+        leaves: Leaves,
         biases: dict[str, Tensor],
-        heard: dict[str, Heard],
     ) -> None:
-        self.weights, self.biases = weights, biases
+        self.weights, self.biases = leaves.weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        self._listeners = [each.listener for each in heard.values()]
-        self.leaves: dict[str, Any] = {name: each.listener.leaf for name, each in heard.items()}
-        for name, bias in biases.items():
-            # Of this call alone: W itself looks for their gradients, which are there in I for some operands.
-            self.leaves[name] = store.leaves.add(key, bias, te_operands.leaf_of(bias), collected=False)
+        self._listener = leaves.listener
+        # Those of biases are of this call alone: W itself looks for their gradients, which are there in I for some
+        # operands.
+        self.leaves = leaves.leaves | {
+            name: store.leaves.add(key, bias, te_operands.leaf_of(bias), collected=False).leaf
+            for name, bias in biases.items()
+        }
         parallel = module.parallel_mode if module.tp_size > 1 else None
         self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
         # Ranks over which the backward gathers the rows of the input or of the output's gradient.
@@ -306,8 +308,7 @@ class _Call:
         if self.in_forward:
             return True
         defers = self.store.defers(self._key)
-        for listener in self._listeners:
-            listener.asked(id(self), defers=defers, done=self._deferred)
+        self._listener.asked(id(self), defers=defers, done=self._deferred)
         return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
@@ -324,8 +325,7 @@ class _Call:
             self.store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
-        for listener in self._listeners:
-            listener.deferred(id(self))
+        self._listener.deferred(id(self))
         parameters = [*self.weights.values(), *self.biases.values()]
         defer(self.store, self._key, work.product, work, parameters)
 
