@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.accuracy.models import flags
+from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import LayerKind
 from megatron.schedules.estimate.devices import DEVICES
-from megatron.schedules.estimate.models import MODELS, built
+from megatron.schedules.estimate.models import MODELS, Model, built
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.symbols import typical_layers
 from megatron.schedules.estimate.times import layer_times, loads, output_times
@@ -37,17 +39,36 @@ class TimedLayer(NamedTuple):
     ratio: tuple[float, float, float] | None = None
 
 
+class HeldLayer(NamedTuple):
+    """What a microbatch keeps of a layer with experts, in MiB, predicted and measured: from F to I and from I to W."""
+
+    name: str
+    after_forward: tuple[float, float]
+    after_input_grad: tuple[float, float]
+
+
 class MeasuredLayers(NamedTuple):
-    """All measured layers, and in words the GPU and the software."""
+    """All measured layers.
+
+    Args:
+        where: the GPU and the software, in words.
+        layers: dense ones.
+        experts: layers with experts.
+        kernels: milliseconds of the kernels of all linears of such a layer, in its whole backward and in I and W.
+    """
 
     where: str
     layers: tuple[TimedLayer, ...]
+    experts: tuple[HeldLayer, ...]
+    kernels: tuple[float, float]
 
 
 def measured_layers() -> MeasuredLayers:
     """Returns what ``layers.json`` has, with estimates."""
     found = json.loads(_FILE.read_text())
-    return MeasuredLayers(found["measured_on"], tuple(_layers(found)))
+    kernels = found["experts"]["kernels"]
+    of_linears = kernels["whole"], kernels["split"]
+    return MeasuredLayers(found["measured_on"], tuple(_layers(found)), tuple(_experts(found["experts"])), of_linears)
 
 
 def _layers(found: Any) -> Iterator[TimedLayer]:
@@ -73,3 +94,11 @@ def _layers(found: Any) -> Iterator[TimedLayer]:
             (forward, output["forward"]),
             (sum(backward), output["whole"]),
         )
+
+
+def _experts(found: Any) -> Iterator[HeldLayer]:
+    for row in found["rows"]:
+        build = built(Model(row["model"], flags(row["model"])).of_length(found["tokens"]).args)
+        held = whole(activations(build).layers[0])
+        kept, waiting = (each * build.tokens / 2**20 for each in (held.forward, held.weights))
+        yield HeldLayer(row["model"], (kept, row["forward"] / 2**20), (waiting, row["input"] / 2**20))

@@ -35,6 +35,8 @@ def as_page(report: Report) -> str:
             *(_run(run) for run in report.runs),
             "## Layers on one GPU\n",
             _layers(measured_layers()),
+            "### Layers with experts\n",
+            _experts(measured_layers()),
             "## Where it fails\n",
             _fails(report),
             "## What is fitted\n",
@@ -114,6 +116,13 @@ def _layers(measured: MeasuredLayers) -> str:
     split = " and ".join(f"{middle:.3f} (quartiles {low:.3f} and {high:.3f})" for low, middle, high in ratios)
     words = fill(_LAYERS.format(where=measured.where, split=split), 120, break_long_words=False)
     return f"{words}\n\n{markdown(_LAYER_HEADS, cells)}\n"
+
+
+def _experts(measured: MeasuredLayers) -> str:
+    cells = [[layer.name, *(f"{each:.1f}" for pair in layer[1:] for each in pair)] for layer in measured.experts]
+    kernels = dict(zip(("whole", "split"), measured.kernels, strict=True))
+    words = fill(_EXPERTS.format(**kernels), 120, break_long_words=False)
+    return f"{words}\n\n{markdown(_EXPERT_HEADS, cells)}\n"
 
 
 def _fails(report: Report) -> str:
@@ -242,8 +251,18 @@ _LAYERS = """Passes of two decoder layers, and of an output layer with its loss,
 GPU: bf16, one sequence of 8192, without fused kernels of the loss. Predicted is what a dry run for that GPU counts for
 them. Only the ratio of I to W is fitted to them (`attention_in_w`). The whole backward is predicted too long here:
 it contains what whole jobs lose elsewhere. I and W together took {split} of the whole backward, so estimates for
-NVIDIA's GPUs have no price of splitting. Layers with experts were not measured. Measured on {where}; `python -m
-benchmarks split` measures another GPU."""
+NVIDIA's GPUs have no price of splitting. Measured on {where}; `python -m benchmarks split` measures another GPU."""
+_EXPERTS = """One layer with all its 128 experts on the same GPU, one sequence of 4096, experts' tokens permuted without
+fused kernels: what a microbatch keeps. Such a layer takes as long as its host, which starts hundreds of small products,
+so its times say little about the GPU. The kernels of all linears in the backward of Qwen3-235B-A22B's layer took
+{whole:.1f} ms whole and {split:.1f} ms split."""
+_EXPERT_HEADS = (
+    ("MiB", ""),
+    ("from F to I: predicted", ""),
+    ("measured", ""),
+    ("from I to W: predicted", ""),
+    ("measured", ""),
+)
 _LAYER_HEADS = (
     ("milliseconds", ""),
     ("F: predicted", ""),

@@ -101,6 +101,10 @@ def test_the_page_has_the_layers_that_were_measured():
         assert f"| {layer.name} | {layer.forward[0]:.1f} | {layer.forward[1]:.1f} |" in PAGE
         assert layer.kept is None or layer.kept[0] == pytest.approx(layer.kept[1], rel=0.01)
     assert any(layer.kept for layer in layers)
+    for layer in measured_layers().experts:
+        for predicted, found in layer[1:]:
+            assert predicted == pytest.approx(found, rel=0.01) and f"| {predicted:.1f} | {found:.1f} |" in PAGE
+    assert measured_layers().experts
 
 
 def test_a_backward_is_divided_as_on_the_gpu_that_was_measured():
