@@ -254,8 +254,9 @@ it contains what whole jobs lose elsewhere. I and W together took {split} of the
 NVIDIA's GPUs have no price of splitting. Measured on {where}; `python -m benchmarks split` measures another GPU."""
 _EXPERTS = """One layer with all its 128 experts on the same GPU, one sequence of 4096, experts' tokens permuted without
 fused kernels: what a microbatch keeps. Such a layer takes as long as its host, which starts hundreds of small products,
-so its times say little about the GPU. The kernels of all linears in the backward of Qwen3-235B-A22B's layer took
-{whole:.1f} ms whole and {split:.1f} ms split."""
+so its times say little about the GPU. For each expert the host took some 65 microseconds (`each_expert` of
+`megatron/schedules/estimate/calibration.py`). The kernels of all linears in the backward of Qwen3-235B-A22B's layer
+took {whole:.1f} ms whole and {split:.1f} ms split."""
 _EXPERT_HEADS = (
     ("MiB", ""),
     ("from F to I: predicted", ""),

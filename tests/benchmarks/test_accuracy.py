@@ -66,9 +66,9 @@ def test_a_captured_iteration_waits_for_no_host_and_partial_graphs_less():
     none, partial, whole = (
         row(graphs=graphs, backend="deepep").busiest() for graphs in ("", "transformer_engine", "full_iteration")
     )
-    layers = 24 * row().microbatches
-    assert none - whole == pytest.approx(layers * CALIBRATED.experts_host)
-    assert partial - whole == pytest.approx(layers * CALIBRATED.experts_host * CALIBRATED.partial_graphs)
+    layers, experts = 24 * row().microbatches, 16 * CALIBRATED.each_expert
+    assert none - whole == pytest.approx(layers * (CALIBRATED.experts_host + experts))
+    assert partial - whole == pytest.approx(layers * (CALIBRATED.experts_host * CALIBRATED.partial_graphs + experts))
 
 
 def test_a_dispatcher_that_permutes_leaves_a_part_of_permuting_and_waiting():

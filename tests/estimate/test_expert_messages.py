@@ -46,7 +46,15 @@ def test_hybridep_permutes_tokens_where_it_sends_them(flags: str, fused: bool):
     left = CALIBRATED.fused_dispatch if fused else 1.0
     assert build.fused_dispatch == fused
     assert roofline.permuted(build, 1e6) == left * CALIBRATED.routed_passes / 2 * roofline.stream(1e6, 0)
-    assert roofline.host(build) == left * CALIBRATED.experts_host / 3
+    assert roofline.host(build) == pytest.approx((left * CALIBRATED.experts_host + 8 * CALIBRATED.each_expert) / 3)
+
+
+@pytest.mark.parametrize(("expert", "on_a_rank"), [(1, 64), (8, 8), (64, 1)])
+def test_a_layer_waits_for_its_host_for_each_expert_on_the_rank_unless_they_are_fused(expert: int, on_a_rank: int):
+    builds = [built(model(expert).trained(use_transformer_engine_op_fuser=fuses)) for fuses in (False, True)]
+    apart, fused = (Roofline(H100).host(build) for build in builds)
+    assert 3 * fused == pytest.approx(CALIBRATED.experts_host)
+    assert 3 * (apart - fused) == pytest.approx(on_a_rank * CALIBRATED.each_expert)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ class Roofline(Prices):
         if build.captured:
             return 0.0
         left = self._dispatched(build) * (1.0 if build.graphs is None else self._known.partial_graphs)
-        return left * self._known.experts_host / 3
+        experts = build.shape.experts
+        own = 0.0 if experts is None or build.fused_experts else experts.number * self._known.each_expert
+        return (left * self._known.experts_host + own) / 3
 
     def collective(self, size: float, ranks: int, *, same_node: bool) -> float:
         """Seconds of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
