@@ -49,6 +49,7 @@ class WeightGradients:
         self._waiting: dict[Key, deque[DeferredGradient]] = {}
         # How many closures wait to add to a parameter; None until the first one that may be computed ahead.
         self._adding: Counter[int] | None = None
+        self._communicates = False  # whether a closure ever waited for communication
         self.leaves = ParameterLeaves(watches_all=watches_all)
         # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
         # own, which must see the key too. Passes of one rank never run at the same time.
@@ -122,6 +123,7 @@ class WeightGradients:
         if settle is not None and self._adding is None:
             waiting = (each for others in self._waiting.values() for each in others if not each.computed)
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
+        self._communicates |= prefetch is not None
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
         self._count(item, 1)
@@ -262,7 +264,7 @@ class WeightGradients:
     def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:
         """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
         item = queue.popleft()
-        if not item.computed:
+        if self._communicates and not item.computed:
             item.prefetch()
             if not _prefetch_first(queue) and then is not None:
                 self.prefetch(*then)

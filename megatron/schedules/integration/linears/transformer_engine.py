@@ -43,8 +43,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -61,6 +60,7 @@ from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 # Instance attributes that are read or replaced, besides the parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
+_REPLACED = ("wgrad_store", *te_operands.BULK)
 # Flags that make a backward gather its input (``Linear``'s and ``LayerNormLinear``'s), and settings that may rely on
 # the gathered input.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
@@ -161,8 +161,7 @@ class _Forward:
             return adding(whole(module, *args, **kwargs))
         leaves = leaves_of(self._store.leaves, key, module, weights)
         call = _Call(module, self._store, key, leaves, biases)
-        with _in_place(module, call):
-            output = whole(module, *args, **kwargs)
+        output = call.forward(module, whole, *args, **kwargs)
         if call.input_over is not None:
             self._store.leaves.switch(key, _InputInParts(output))
         return adding(output)
@@ -256,22 +255,6 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
     return None
 
 
-@contextmanager
-def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
-    """Replaces the module's parameters and store by the call's, through instance attributes; no bulk overlap."""
-    own = module.__dict__
-    kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
-    own.update(dict.fromkeys(kept, False) | call.leaves, wgrad_store=call)
-    call.in_forward = True
-    try:
-        yield
-    finally:
-        call.in_forward = False
-        own.update(kept)
-        for name in call.leaves:
-            del own[name]
-
-
 class _Call:
     """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
@@ -301,11 +284,28 @@ class _Call:
         # Whether the output's gradient is gathered in a userbuffer.
         self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
         self.store, self._key = store, key
-        self.in_forward = self._deferred = False
+        self._in_forward = self._deferred = False
+
+    def forward(self, module: torch.nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns ``whole(module, *args, **kwargs)``, in which the module has these leaves and this store.
+
+        They are instance attributes meanwhile, in place of its own. Nothing overlaps in bulk.
+        """
+        own = module.__dict__
+        kept = {name: own[name] for name in _REPLACED if name in own}
+        own.update(dict.fromkeys(kept, False) | self.leaves, wgrad_store=self)
+        self._in_forward = True
+        try:
+            return whole(module, *args, **kwargs)
+        finally:
+            self._in_forward = False
+            own.update(kept)
+            for name in self.leaves:
+                del own[name]
 
     def delay_wgrad_compute(self) -> bool:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
-        if self.in_forward:
+        if self._in_forward:
             return True
         defers = self.store.defers(self._key)
         self._listener.asked(id(self), defers=defers, done=self._deferred)
