@@ -58,9 +58,11 @@ _EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALG
 COMPILES_NOTHING = ("--no-bias-dropout-fusion", "--no-bias-gelu-fusion")
 # Ranks that hang are ended by their own watchdog, a while before this.
 _JOB_S = 240.0
-# The first NCCL that lets ranks share a GPU, as it tells its version, and what it then needs to be told.
+# The first NCCL that lets ranks share a GPU, as it tells its version, and what it then needs to be told. Its buffers
+# would take gigabytes of each rank.
 _SHARES_A_GPU = 23000
 _SHARED = {"LOCAL_RANK": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+_SHARED |= {"NCCL_BUFFSIZE": str(2**18), "NCCL_MAX_NCHANNELS": "1"}
 
 
 class Ran(NamedTuple):
