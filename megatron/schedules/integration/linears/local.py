@@ -151,8 +151,7 @@ class _ForwardImpl:
 
     def _split(self, key: Key, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
-        given = _DEFAULTS | kwargs
-        given.update(zip(_PARAMETERS, args, strict=False))
+        given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         weight, bias, leaves = given["weight"], given["bias"], self._store.leaves
         with without_modes():
             self.whole_because = _why_whole(weight, bias, given)
@@ -164,7 +163,8 @@ class _ForwardImpl:
                 given["bias"] = leaves.add(key, trained).leaf
         if given["gradient_accumulation_fusion"] and hasattr(weight, "main_grad"):
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
-        given["tp_group"] = get_tensor_model_parallel_group_if_none(given["tp_group"])
+        if given["tp_group"] is None:
+            given["tp_group"] = get_tensor_model_parallel_group_if_none(None)
         call = _Call(self._store, key, weight, trained, self._row_parallel, self._gathered_over)
         return _SplitLinear.apply(call, *_in_order(given))
 
