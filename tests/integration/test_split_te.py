@@ -355,6 +355,34 @@ def kept_whole() -> None:
     store.run(0, 0)
 
 
+def what_changes_between_microbatches_counts() -> None:
+    """Forwards of one call share leaves, as long as those are the weight's."""
+    model = linear("Linear", 8, 8, bias=False)
+    store, memory = bound(model), torch.ones(8, 8)
+    (x,) = helpers.inputs_of(1, torch.float32)
+
+    changes: list[tuple[Callable[[], Any], int]] = [
+        (lambda: None, 1),
+        (lambda: setattr(model.weight, "data", memory), 1),
+        (lambda: setattr(model, "weight", torch.nn.Parameter(memory)), 1),
+        (lambda: model.weight.requires_grad_(False), 0),
+        (lambda: model.weight.requires_grad_(True), 1),
+        (lambda: setattr(model.weight, "overwrite_main_grad", True), 0),
+    ]
+    with store.keeping_graphs():
+        for number, (change, waiting) in enumerate(changes):
+            change()
+            for key in ((0, 2 * number), (0, 2 * number + 1)):
+                with store.input_gradient(*key):
+                    output = model(x)
+                    assert torch.equal(output, torch.nn.functional.linear(x, model.weight)), number
+                    output.sum().backward()
+                assert store.waiting(*key) == waiting, number
+                before = 0 if model.weight.grad is None else model.weight.grad.sum()
+                store.run(*key)
+                assert not waiting or model.weight.grad.sum() != before, number
+
+
 def the_first_microbatch_is_still_one_for_caches_of_quantised_weights() -> None:
     model = linear("Linear", 8, 8)
     bound(model)
@@ -508,6 +536,7 @@ CHECKS = (
     bound_again_to_a_newer_store,
     the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do,
     kept_whole,
+    what_changes_between_microbatches_counts,
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,
     a_gradient_that_was_not_delayed_is_no_secret,

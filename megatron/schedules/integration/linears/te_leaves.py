@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,15 @@ from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
-from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.local import FSDP, fused_gradient
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, StandIn
+
+MARKS = {
+    "overwrite_main_grad": "weight whose gradient is overwritten",
+    "__fsdp_param__": FSDP,
+    "is_distributed_weight": "distributed weight",
+}
+"""Attributes of weights with gradients of another kind, and what those are."""
 
 
 class Listener:
@@ -78,29 +84,28 @@ class Leaves(NamedTuple):
     addresses: Sequence[int]
     accumulators: Sequence[Any]
 
-    def are_of(self, weights: dict[str, Tensor]) -> bool:
-        """Returns whether they are leaves of these weights, and have their memory."""
-        same = len(weights) == len(self.weights) and all(map(is_, weights.values(), self.weights.values()))
-        return same and self.addresses == [weight.data_ptr() for weight in weights.values()]
+    def are_of(self, module: Any) -> bool:
+        """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
+        own = module._parameters
+        for (name, weight), address in zip(self.weights.items(), self.addresses, strict=True):
+            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != address:
+                return False
+            if not MARKS.keys().isdisjoint(vars(weight)):
+                return False
+        return True
 
 
-def leaves_of(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
-    """Returns leaves of ``module`` in the forward of ``key``: shared ones, unless a weight is quantized."""
-    shared = leaves.kept if leaves.kept is not None and _plain(weights) else {}
-    first = id(next(iter(weights.values())))
-    found: Leaves | None = shared.get(first)
-    if found is not None and found.are_of(weights):
-        leaves.add_again(key, found.stand_ins)
-        return found
-    shared[first] = found = _new(leaves, key, module, weights)
+def leaves_again(leaves: ParameterLeaves, key: Key, module: Any) -> Leaves | None:
+    """Returns the leaves of an earlier forward of ``module`` in this call of the schedule, if they serve again."""
+    found: Leaves | None = None if leaves.kept is None else leaves.kept.get(id(module))
+    if found is None or not found.are_of(module):
+        return None
+    leaves.add_again(key, found.stand_ins)
     return found
 
 
-def _plain(weights: dict[str, Tensor]) -> bool:
-    return set(map(type, weights.values())) == {torch.nn.Parameter}
-
-
-def _new(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
+def new_leaves(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
+    """Returns leaves of ``module`` in the forward of ``key``, which serve again unless a weight is quantized."""
     listener, accumulators = Listener(module), list[Any]()
     stand_ins = [leaves.add(key, weight, te_operands.leaf_of(weight)) for weight in weights.values()]
     for weight, leaf, _ in stand_ins:
@@ -111,4 +116,7 @@ def _new(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tens
         accumulators[-1].register_hook(partial(listener.arrived, leaf, weight))
     addresses = [weight.data_ptr() for weight in weights.values()]
     by_name = dict(zip(weights, (stand_in.leaf for stand_in in stand_ins), strict=True))
-    return Leaves(weights, by_name, listener, stand_ins, addresses, accumulators)
+    made = Leaves(weights, by_name, listener, stand_ins, addresses, accumulators)
+    if leaves.kept is not None and all(type(weight) is torch.nn.Parameter for weight in weights.values()):
+        leaves.kept[id(module)] = made
+    return made

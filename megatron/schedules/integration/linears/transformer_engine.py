@@ -52,12 +52,12 @@ from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_version
 from megatron.schedules.integration.linears import te_operands
-from megatron.schedules.integration.linears.local import FROZEN, FSDP, OWN_FORWARD, fused_gradient, output_layers
+from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, fused_gradient, output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
-from megatron.schedules.integration.linears.te_leaves import Leaves, leaves_of
+from megatron.schedules.integration.linears.te_leaves import MARKS, Leaves, leaves_again, new_leaves
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
-_PARAMETER = re.compile(r"(weight|bias)(\d*)")
+_WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
 # Instance attributes that are read or replaced, besides the parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
 _REPLACED = ("wgrad_store", *te_operands.BULK)
@@ -71,12 +71,6 @@ _QUANTIZED_AFTERWARDS = ("force_hp_input_gather", "force_hp_blockwise_ln_out_gat
 _FUSES = "_with_fused_impl"
 _FUSED = "fused with other operations"
 _UNKNOWN = "weight or bias of an unknown kind"
-# Attributes of weights with gradients of another kind.
-_MARKS = {
-    "overwrite_main_grad": "weight whose gradient is overwritten",
-    "__fsdp_param__": FSDP,
-    "is_distributed_weight": "distributed weight",
-}
 # Number of autograd nodes to search for a linear's own: it may add a bias, and cast or reshape the result.
 _STEPS_AFTER = 4
 
@@ -124,7 +118,7 @@ def defers(linear: torch.nn.Module) -> bool:
     """Works like :func:`.local.defers` for Transformer Engine's linears."""
     if not is_split(linear) or linear.__dict__["forward"].whole_because == _FUSED:
         return False
-    return _why_whole(*_parameters(linear)) is None
+    return _why_whole(_weights(linear), _biases(linear)) is None
 
 
 def whole_because(linear: torch.nn.Module) -> str | None:
@@ -152,14 +146,17 @@ class _Forward:
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
-        weights, biases = _parameters(module)
         # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
         adding = _adding if getattr(module, "is_first_microbatch", True) else _as_it_is
-        if key is not None:
-            self.whole_because = self._never_split or _why_whole(weights, biases)
-        if key is None or self.whole_because is not None:
+        if key is None:
             return adding(whole(module, *args, **kwargs))
-        leaves = leaves_of(self._store.leaves, key, module, weights)
+        leaves, biases = leaves_again(self._store.leaves, key, module), _biases(module)
+        if leaves is None:
+            weights = _weights(module)
+            self.whole_because = self._never_split or _why_whole(weights, biases)
+            if self.whole_because is not None:
+                return adding(whole(module, *args, **kwargs))
+            leaves = new_leaves(self._store.leaves, key, module, weights)
         call = _Call(module, self._store, key, leaves, biases)
         output = call.forward(module, whole, *args, **kwargs)
         if call.input_over is not None:
@@ -214,24 +211,24 @@ class _InputInParts:
             setattr(holder, flag, not defers)
 
 
-def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns, by name, the weights and the trainable biases whose gradients are computed with theirs."""
-    own = module._parameters
-    weights, biases = _products_of(tuple(own))
+def _weights(module: Any) -> dict[str, Tensor]:
+    """Returns, by name, the weights of its products."""
+    own = module._parameters.items()
+    return {name: weight for name, weight in own if weight is not None and _is_a(_WEIGHT, name)}
+
+
+def _biases(module: Any) -> dict[str, Tensor]:
+    """Returns, by name, the trainable biases whose gradients are computed with those of the weights."""
     # If a bias is returned, or added after a reduction, autograd computes its gradient in I.
-    fused = biases and module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
-    return (
-        {name: p for name in weights if (p := own[name]) is not None},
-        {name: p for name in biases if (p := own[name]) is not None and p.requires_grad} if fused else {},
-    )
+    if not module.apply_bias or getattr(module, "gemm_bias_unfused_add", False):
+        return {}
+    own = module._parameters.items()
+    return {name: bias for name, bias in own if bias is not None and bias.requires_grad and _is_a(_BIAS, name)}
 
 
 @cache
-def _products_of(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Returns which of a module's parameters ``names`` are a product's weights, and which its biases."""
-    kinds = [(match[1], name) for name in names if (match := _PARAMETER.fullmatch(name))]
-    weights, biases = ([name for kind, name in kinds if kind == wanted] for wanted in ("weight", "bias"))
-    return weights, biases
+def _is_a(kind: re.Pattern[str], name: str) -> bool:
+    return kind.fullmatch(name) is not None
 
 
 def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | None:
@@ -242,14 +239,11 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
         if type(bias) is not torch.nn.Parameter:
             return _UNKNOWN
     for weight in weights.values():
-        plain = type(weight) is torch.nn.Parameter
-        if not plain and not te_operands.is_primary(weight):
+        if type(weight) is not torch.nn.Parameter and not te_operands.is_primary(weight):
             return _UNKNOWN
         if not weight.requires_grad:
             return FROZEN
-        if plain and _MARKS.keys().isdisjoint(vars(weight)):  # its marks are its own, not its class's
-            continue
-        for mark, why in _MARKS.items():
+        for mark, why in MARKS.items():
             if getattr(weight, mark, False):
                 return why
     return None
