@@ -74,8 +74,10 @@ def keep_columns(operand: Any) -> None:
 
     Plain tensors do not change.
     """
+    if type(operand) is Tensor:
+        return
     if isinstance(operand, (list, tuple)):
-        for tensor in () if set(map(type, operand)) == {Tensor} else operand:
+        for tensor in operand:
             keep_columns(tensor)
     elif is_quantized(operand):
         operand.update_usage(rowwise_usage=False, columnwise_usage=True)

@@ -346,8 +346,8 @@ class _WeightGradient:
 
     def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         self._call, self._func = call, func
-        input, grad_output = (call.store.kept(operand) for operand in tensor_list[:2])
-        outputs = tensor_list[2:]
+        input, grad_output, *outputs = tensor_list
+        input, grad_output = call.store.kept(input), call.store.kept(grad_output)
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
