@@ -101,4 +101,5 @@ def _experts(found: Any) -> Iterator[HeldLayer]:
         build = built(Model(row["model"], flags(row["model"])).of_length(found["tokens"]).args)
         held = whole(activations(build).layers[0])
         kept, waiting = (each * build.tokens / 2**20 for each in (held.forward, held.weights))
-        yield HeldLayer(row["model"], (kept, row["forward"] / 2**20), (waiting, row["input"] / 2**20))
+        measured = (row["after_forward"] / 2**20, row["after_input_grad"] / 2**20)
+        yield HeldLayer(row["model"], (kept, measured[0]), (waiting, measured[1]))

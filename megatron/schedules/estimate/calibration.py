@@ -44,10 +44,10 @@ class Calibration:
         routed_passes: times that F and I together read or write every routed token in bf16: permuting, padding,
             gathering and scattering. Fitted.
         experts_host: seconds that F, I and W of a layer with experts wait for the host without CUDA graphs. Fitted.
-        each_expert: seconds that they wait beside for each expert on the rank, whose products the host starts one by
-            one, unless a whole iteration is captured or experts' linears are fused with other operations. Measured on
-            the host of an H100: for 128 experts F and the whole backward of a layer of Qwen3-30B-A3B took it 16.2 ms,
-            and 52 % of a profile were the experts' linears.
+        each_expert: seconds that they also wait for each expert on the rank, whose products the host starts one by one,
+            unless a whole iteration is captured or experts' linears are fused with other operations. Measured with an
+            H100: F and the whole backward of a layer of Qwen3-30B-A3B with 128 experts took its host 16.2 ms, and 52 %
+            of a profile were the experts' linears.
         partial_graphs: part of ``experts_host`` that is left if parts of layers are captured; none is left if a whole
             iteration is. Fitted.
         fused_dispatch: part of ``routed_passes`` and of ``experts_host`` that is left if the kernels that send tokens
