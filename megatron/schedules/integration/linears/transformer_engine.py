@@ -60,7 +60,6 @@ from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 _WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
 # Instance attributes that are read or replaced, besides the parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
-_REPLACED = ("wgrad_store", *te_operands.BULK)
 # Flags that make a backward gather its input (``Linear``'s and ``LayerNormLinear``'s), and settings that may rely on
 # the gathered input.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
@@ -286,7 +285,7 @@ class _Call:
         They are instance attributes meanwhile, in place of its own. Nothing overlaps in bulk.
         """
         own = module.__dict__
-        kept = {name: own[name] for name in _REPLACED if name in own}
+        kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
         own.update(dict.fromkeys(kept, False) | self.leaves, wgrad_store=self)
         self._in_forward = True
         try:
