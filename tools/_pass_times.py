@@ -214,22 +214,24 @@ def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:
     meter = _meter(model)
     plain, _ = _stages(model, None)
     activation, gradient = _ends(model, stage, plain)
+    metered, others = (_stages(model, each, recomputes) for each in (meter, None))
     left = 0
-    for microbatch in count(1):
-        stages, store = _stages(model, meter if microbatch == 1 else None, recomputes)
-        _bind(model, stage, store)
-        before = meter.current
-        stages.forward(stage, microbatch, activation, split=True, recompute=True)
-        if microbatch == 1:
-            left = meter.current - before
-        times = [_now()]
-        stages.recompute_forward(stage, microbatch)
-        times.append(_now())
-        stages.backward_input(stage, microbatch, gradient)
-        stages.backward_weight(stage, microbatch)
-        if activation is not None:
-            activation.grad = None
-        yield Recomputed(_differences(times)[0], left)
+    with others[1].keeping_graphs():  # as in a job
+        for microbatch in count(1):
+            stages, store = metered if microbatch == 1 else others
+            _bind(model, stage, store)
+            before = meter.current
+            stages.forward(stage, microbatch, activation, split=True, recompute=True)
+            if microbatch == 1:
+                left = meter.current - before
+            times = [_now()]
+            stages.recompute_forward(stage, microbatch)
+            times.append(_now())
+            stages.backward_input(stage, microbatch, gradient)
+            stages.backward_weight(stage, microbatch)
+            if activation is not None:
+                activation.grad = None
+            yield Recomputed(_differences(times)[0], left)
 
 
 def held(model: Model, stage: int) -> Held:

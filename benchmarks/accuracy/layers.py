@@ -100,6 +100,8 @@ def _experts(found: Any) -> Iterator[HeldLayer]:
     for row in found["rows"]:
         build = built(Model(row["model"], flags(row["model"])).of_length(found["tokens"]).args)
         held = whole(activations(build).layers[0])
-        kept, waiting = (each * build.tokens / 2**20 for each in (held.forward, held.weights))
-        measured = (row["after_forward"] / 2**20, row["after_input_grad"] / 2**20)
-        yield HeldLayer(row["model"], (kept, measured[0]), (waiting, measured[1]))
+        yield HeldLayer(
+            row["model"],
+            (build.tokens * held.forward / 2**20, row["after_forward"] / 2**20),
+            (build.tokens * held.weights / 2**20, row["after_input_grad"] / 2**20),
+        )

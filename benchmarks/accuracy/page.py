@@ -22,6 +22,7 @@ _GPU_PAIRS, _SETTING_PAIRS = 90 / 98, 100 / 125
 
 def as_page(report: Report) -> str:
     """Returns the page."""
+    measured = measured_layers()
     return "\n".join(
         [
             _HEAD,
@@ -34,9 +35,9 @@ def as_page(report: Report) -> str:
             _SCHEDULES,
             *(_run(run) for run in report.runs),
             "## Layers on one GPU\n",
-            _layers(measured_layers()),
+            _layers(measured),
             "### Layers with experts\n",
-            _experts(measured_layers()),
+            _experts(measured),
             "## Where it fails\n",
             _fails(report),
             "## What is fitted\n",
@@ -120,8 +121,8 @@ def _layers(measured: MeasuredLayers) -> str:
 
 def _experts(measured: MeasuredLayers) -> str:
     cells = [[layer.name, *(f"{each:.1f}" for pair in layer[1:] for each in pair)] for layer in measured.experts]
-    kernels = dict(zip(("whole", "split"), measured.kernels, strict=True))
-    words = fill(_EXPERTS.format(**kernels), 120, break_long_words=False)
+    whole, split = measured.kernels
+    words = fill(_EXPERTS.format(whole=whole, split=split), 120, break_long_words=False)
     return f"{words}\n\n{markdown(_EXPERT_HEADS, cells)}\n"
 
 

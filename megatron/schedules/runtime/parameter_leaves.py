@@ -51,7 +51,8 @@ class ParameterLeaves:
 
     Attributes:
         deferring: key whose I the engine runs; None outside of I and in a backward of user code.
-        kept: what forwards of one call of the schedule share besides leaves; None outside of :meth:`sharing`.
+        kept: what modules, by identity, keep for later forwards of one call of the schedule; None outside of
+            :meth:`sharing`.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
     """

@@ -69,26 +69,22 @@ class Leaves(NamedTuple):
     """Leaves in place of all weights of a linear.
 
     Args:
-        weights: by name.
+        stand_ins: the weights with their leaves, by name.
         leaves: by name.
         listener: hears of them as long as this lives, or a graph that reaches them.
-        stand_ins: the weights with their leaves.
-        addresses: of the weights' memory.
         accumulators: nodes of the leaves.
     """
 
-    weights: dict[str, Tensor]
+    stand_ins: dict[str, StandIn]
     leaves: dict[str, Any]
     listener: Listener
-    stand_ins: Sequence[StandIn]
-    addresses: Sequence[int]
     accumulators: Sequence[Any]
 
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for (name, weight), address in zip(self.weights.items(), self.addresses, strict=True):
-            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != address:
+        for name, (weight, leaf, _) in self.stand_ins.items():
+            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != leaf.data_ptr():
                 return False
             if not MARKS.keys().isdisjoint(vars(weight)):
                 return False
@@ -100,23 +96,21 @@ def leaves_again(leaves: ParameterLeaves, key: Key, module: Any) -> Leaves | Non
     found: Leaves | None = None if leaves.kept is None else leaves.kept.get(id(module))
     if found is None or not found.are_of(module):
         return None
-    leaves.add_again(key, found.stand_ins)
+    leaves.add_again(key, found.stand_ins.values())
     return found
 
 
 def new_leaves(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
     """Returns leaves of ``module`` in the forward of ``key``, which serve again unless a weight is quantized."""
     listener, accumulators = Listener(module), list[Any]()
-    stand_ins = [leaves.add(key, weight, te_operands.leaf_of(weight)) for weight in weights.values()]
-    for weight, leaf, _ in stand_ins:
+    stand_ins = {name: leaves.add(key, weight, te_operands.leaf_of(weight)) for name, weight in weights.items()}
+    for weight, leaf, _ in stand_ins.values():
         if module.fuse_wgrad_accumulation:
             # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
         accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
         accumulators[-1].register_hook(partial(listener.arrived, leaf, weight))
-    addresses = [weight.data_ptr() for weight in weights.values()]
-    by_name = dict(zip(weights, (stand_in.leaf for stand_in in stand_ins), strict=True))
-    made = Leaves(weights, by_name, listener, stand_ins, addresses, accumulators)
+    made = Leaves(stand_ins, {name: each.leaf for name, each in stand_ins.items()}, listener, accumulators)
     if leaves.kept is not None and all(type(weight) is torch.nn.Parameter for weight in weights.values()):
         leaves.kept[id(module)] = made
     return made

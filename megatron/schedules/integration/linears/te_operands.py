@@ -47,6 +47,8 @@ def is_quantized(operand: Any) -> bool:
     False for grouped tensors of experts (from 2.17 on) and for tensors that its debugging tools inspect; they are
     unchanged.
     """
+    if type(operand) is Tensor:  # most are, and an attribute that is not there takes long to look for
+        return False
     return hasattr(operand, "update_usage") and (hasattr(operand, "_data") or hasattr(operand, "_rowwise_data"))
 
 
@@ -74,8 +76,6 @@ def keep_columns(operand: Any) -> None:
 
     Plain tensors do not change.
     """
-    if type(operand) is Tensor:
-        return
     if isinstance(operand, (list, tuple)):
         for tensor in operand:
             keep_columns(tensor)

@@ -252,14 +252,9 @@ class _Call:
     """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
     def __init__(
-        self,
-        module: Any,
-        store: WeightGradients,
-        key: Key,
-        leaves: Leaves,
-        biases: dict[str, Tensor],
+        self, module: Any, store: WeightGradients, key: Key, leaves: Leaves, biases: dict[str, Tensor]
     ) -> None:
-        self.weights, self.biases = leaves.weights, biases
+        self.weights, self.biases = [each.parameter for each in leaves.stand_ins.values()], biases
         self.fused: bool = module.fuse_wgrad_accumulation
         self._listener = leaves.listener
         # Those of biases are of this call alone: W itself looks for their gradients, which are there in I for some
@@ -319,7 +314,7 @@ class _Call:
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
         self._listener.deferred(id(self))
-        parameters = [*self.weights.values(), *self.biases.values()]
+        parameters = [*self.weights, *self.biases.values()]
         defer(self.store, self._key, work.product, work, parameters)
 
 
@@ -390,7 +385,7 @@ class _WeightGradient:
         call = self._call
         gradients, bias_gradients = self.product.result()
         if call.fused:
-            gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights.values()]
+            gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights]
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
 
     def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
