@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
-from megatron.schedules.utils.errors import PlanError
-from tools._grid import Found, fastest, whole
-from tools._iteration import Estimate, estimate
+from megatron.schedules.utils.progress import Parts, Progress, unheard
+from tools._grid import Found, fastest, search_all, whole
+from tools._iteration import Estimate
 from tools._job_specs import MOST_WITH_A_LARGER_BUBBLE
-from tools._methods import INTERLEAVED, ONE_F_ONE_B
+from tools._methods import INTERLEAVED, ONE_F_ONE_B, Method
 from tools._question import Question
 from tools._setting import Setting
 from tools._start import Start
+
+# Share of the time that the search takes, and that of a plan of stock's in the comparison.
+_SEARCH, _EACH = 0.9, 0.125
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Answer:
         ours: the fastest setting of our schedules; None if nothing fits.
         least: least iteration time of ``ours`` that is claimed, seconds.
         same: stock's setting with the sizes of ``ours`` because of which no less is claimed; None without one.
+        alike: stock's settings with the sizes of ``ours``, also those that do not fit.
     """
 
     start: Start
@@ -37,6 +42,7 @@ class Answer:
     ours: Estimate | None = None
     least: float = 0.0
     same: Estimate | None = None
+    alike: Sequence[Estimate] = ()
 
     @property
     def question(self) -> Question:
@@ -54,41 +60,78 @@ class Answer:
         return None if self.stock is None or self.ours is None else self.stock.seconds / self.least
 
 
-def answered(start: Start, found: Sequence[Found]) -> Answer:
-    """Compares the settings found with the user's own and with stock's."""
-    question = start.question
-    own = None
-    if question.own is not None:
-        try:
-            own = estimate(question.own)
-        except PlanError:
-            own = None
+def answers(
+    pool: Executor,
+    starts: Sequence[Start],
+    methods: Sequence[Method],
+    top: int = 1,
+    jobs: int = 1,
+    progress: Progress = unheard,
+) -> list[Answer]:
+    """Searches every method for every start, see :func:`.search_all`, and compares what it finds."""
+    parts = Parts(progress, 1.0)
+    own = [None if start.question.own is None else pool.submit(whole, start.question.own) for start in starts]
+    tasks = [(start.question, method) for start in starts for method in methods]
+    found, each = search_all(pool, tasks, top, jobs, parts.begin(_SEARCH)), len(methods)
+    compared = [
+        answered(start, found[at * each : (at + 1) * each], own[at], pool, parts.begin((1 - _SEARCH) / len(starts)))
+        for at, start in enumerate(starts)
+    ]
+    parts.end()
+    return compared
+
+
+def answered(
+    start: Start,
+    found: Sequence[Found],
+    planned: Future[Estimate | None] | None,
+    pool: Executor,
+    progress: Progress = unheard,
+) -> Answer:
+    """Compares the settings found with the user's own and with stock's.
+
+    Args:
+        start: what was searched.
+        found: results of each method.
+        planned: the plan of the user's own setting; None without one.
+        pool: where stock's plans of the same sizes are made.
+        progress: is called after each of them.
+    """
+    own = None if planned is None else planned.result()
     best = fastest(found)
     stock = [each for each in best if each.setting.method.is_stock] + ([own] if own else [])
     fastest_stock = min(stock, key=lambda each: each.seconds, default=None)
-    ours, least, same = None, math.inf, None
+    result = Answer(start, found, own, fastest_stock, least=math.inf)
     for each in best:
         if each.setting.method.is_stock:
             continue
-        if each.seconds >= least:
+        if each.seconds >= result.least:
             break
-        seconds, because = _claimed(each)
-        if seconds < least:
-            ours, least, same = each, seconds, because
-    return Answer(start, found, own, fastest_stock, ours, least, same)
+        alike = _stock_in_place_of(each.setting, pool, progress)
+        least, same = _claimed(each, alike)
+        if least < result.least:
+            result = replace(result, ours=each, least=least, same=same, alike=alike)
+    return result
 
 
-def _claimed(ours: Estimate) -> tuple[float, Estimate | None]:
+def _stock_in_place_of(ours: Setting, pool: Executor, progress: Progress) -> list[Estimate]:
+    """Plans stock's settings with the same sizes and recompute."""
+    planned = []
+    for found in pool.map(whole, [each for each in in_place_of(ours) if not each.wrong]):
+        progress(_EACH)
+        planned += [found] if found is not None else []
+    return planned
+
+
+def _claimed(ours: Estimate, alike: Sequence[Estimate]) -> tuple[float, Estimate | None]:
     """Returns the least iteration time that is claimed, and stock's setting of the same sizes that limits it."""
-    limit, because = ours.seconds, None
-    for setting in in_place_of(ours.setting):
-        same = None if setting.wrong else whole(setting)
-        if same is None or not same.fits or same.bubble >= ours.bubble:
-            continue
-        most = same.seconds * (1 - MOST_WITH_A_LARGER_BUBBLE)
-        if most > limit:
-            limit, because = most, same
-    return limit, because
+    limits = [
+        (same.seconds * (1 - MOST_WITH_A_LARGER_BUBBLE), same)
+        for same in alike
+        if same.fits and same.bubble < ours.bubble
+    ]
+    most, because = max(limits, key=lambda limit: limit[0], default=(0.0, None))
+    return (most, because) if most > ours.seconds else (ours.seconds, None)
 
 
 def in_place_of(setting: Setting) -> Iterator[Setting]:

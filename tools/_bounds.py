@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import model_memory
@@ -13,6 +13,7 @@ from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.parts import Count
+from megatron.schedules.schedule.model_loads import Part
 from tools._iteration import after
 from tools._methods import Method
 from tools._setting import Setting
@@ -21,7 +22,7 @@ from tools._setting import Setting
 _HELD = 0.9
 # Part of the microbatches on the fullest rank whose weight gradients may all be left to do, of schedules that split
 # backwards: what W needs stays, whatever was recomputed.
-_LEFT_TO_W = {"zb-1p": 0.9, "v-zb": 0.8, "v-half": 0.6, "v-min": 0.4}
+_LEFT_TO_W = {"zb-1p": 1.0, "v-zb": 0.8, "v-half": 0.8, "v-min": 0.8}
 
 
 class Bound(NamedTuple):
@@ -101,10 +102,18 @@ class Stages:
         assert times is not None, "the model is known"
         model, count = times.model, len(times.model.layers)
         forward, backward = count * model.mean.forward, count * (model.mean.input_grad + model.mean.weight_grad)
-        ends = sum(sum(part.split[:3]) + sum(part.whole[:3]) for part in (model.first, model.last))
+        ends = _computing(model.first) + _computing(model.last)
         # Costs are those of half a rank's layers.
         hidden = min(2 * sum(times.layers.messages), count * model.mean.weight_grad)
         return forward, backward, ends, hidden
+
+    @cached_property
+    def _least_layer(self) -> float:
+        """Time of the layer that takes least, in that of a mean one."""
+        times = self.setting.spec.times
+        assert times is not None, "the model is known"
+        works = [_computing(layer) for layer in times.model.layers]
+        return min(works) * len(works) / sum(works)
 
     @cached_property
     def _parameters(self) -> Count:
@@ -127,14 +136,16 @@ class Stages:
         """
         setting, build, method = self.setting, self._trained.build, self.setting.method
         forward, backward, ends, hidden = self._times
-        works = []
+        works, whole = [], sum(layer.kept for layer in model_memory(build, build.tokens).layers)
         for recompute in recomputes:
             kept = model_memory(build, build.tokens, recompute.kept)
             held = sum(kept.input if recompute.kept.layers is None else layer.kept for layer in kept.layers)
             left = _LEFT_TO_W.get(method.schedule, 0.0)
             held = max(held, left * sum(layer.weights for layer in kept.layers))
-            work = (1 + recomputed_share(recompute.kept, build)) * forward + backward + ends
-            works.append((work, held, kept.most_passing, recompute))
+            # R of a stage brings its activations back, for the I and the W that follow.
+            again = max(0.0, whole - held) if method.schedule in _LEFT_TO_W else 0.0
+            work = (1 + recomputed_share(recompute.kept, build)) * forward + backward
+            works.append((work, held, again, kept.most_passing, recompute))
         works.sort(key=lambda work: work[0])
         count, one = len(build.shape.layers), sizes_of(setting.args, setting.gpus)
         for pipeline in pipelines:
@@ -143,17 +154,26 @@ class Stages:
             numbers = replace(self._trained.numbers, shared_by=replace(one, pipeline=pipeline).optimizer_shared_by)
             mean = Count(*(number / pipeline for number in self._parameters))
             static, trained = numbers.held(mean), replace(self._trained, numbers=numbers)
-            end = after(replace(setting, data=data), trained, mean, works[0][0] / pipeline)
+            end = after(replace(setting, data=data), trained, mean, (works[0][0] + ends) / pipeline)
+            # Of layers that do not divide, one rank has more.
+            most = self._least_layer * ceil(count / pipeline) / count
             for chunks in _chunks(method, pipeline, count, own_chunks):
                 stages = pipeline * chunks
                 even = max(1, count // stages) * stages / max(count, stages) if chunks == 1 else 1.0
                 rank = _HELD * even * _microbatches_held(method, chunks, pipeline, microbatches) / pipeline
                 bounds = []
-                for work, held, passing, recompute in works:
-                    seconds = microbatches * (work - hidden) / pipeline + end
-                    idle = _idle(method, chunks, pipeline, forward, work)
-                    bounds.append(Bound(seconds + idle, static + rank * held + _HELD * passing, recompute))
+                for work, held, again, passing, recompute in works:
+                    seconds = microbatches * (work + ends - hidden) / pipeline
+                    seconds += _idle(method, chunks, pipeline, forward, work + ends)
+                    seconds = max(seconds, microbatches * (work - hidden) * most) + end
+                    once = _HELD * max(passing, again / stages)
+                    bounds.append(Bound(seconds, static + rank * held + once, recompute))
                 yield Promise(setting, pipeline, chunks, tuple(bounds))
+
+
+def _computing(part: Part) -> float:
+    """Seconds of F and of the whole backward of a part of the model."""
+    return sum(part.split[:3]) + sum(part.whole[:3])
 
 
 # Chunks of a rank that stock interleaves, as many as recipes have.
@@ -174,7 +194,7 @@ def _microbatches_held(method: Method, chunks: int, ranks: int, microbatches: in
     """Microbatches' worth of activations on the fullest rank, at least (docs/which-schedule.md)."""
     held = {
         "interleaved-1f1b": (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks,
-        "v-min": math.ceil((ranks + 2) / 3),
+        "v-min": ceil((ranks + 2) / 3),
         "v-half": ranks // 2 + 1,
         "adaptive": 1.0 if method.saves_memory else ranks / 3,
     }.get(method.schedule, ranks)

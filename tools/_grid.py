@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, usable
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.search.polish import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress, unheard
@@ -32,10 +33,17 @@ _TRIED = 3
 _SEARCH_SECONDS, _FINAL_SECONDS = 0.3, 2.0
 # Settings that are planned for each method at most, and of those with a searched order.
 _MOST, _MOST_SEARCHED = 60, 8
-# Sizes that a searched order is planned with.
-_NEAR = 6
+# Part of a setting's expected time that is taken as its bound: the time is that of arithmetic with the idle share of
+# other plans of the method, see Search.tell.
+_EXPECTED = 0.95
+# Settings up to so many times slower than the fastest are planned as a whole at the same time.
+_CLOSE = 1.02
+# Sizes that a searched order is planned with, and their most pipeline ranks: with 64 each search takes half a minute.
+_NEAR, _MOST_RANKS = 6, 32
 # Progress of a method when its bounds have met the best time, and only whole plans are left.
-_WITHOUT_PLANS = 0.8
+_WITHOUT_PLANS = 0.6
+# Time that a method with a searched order takes, in that of another.
+_SEARCHED = 4
 # Bounds of each method that are kept.
 _KEPT = 400
 
@@ -91,14 +99,15 @@ class _Candidate(NamedTuple):
         seconds: what is known of its iteration time.
         number: orders candidates of the same time.
         promise: its bounds, and those with more recompute.
-        quick, whole: its estimates, once they are made.
+        estimate: its estimate, once it is made.
+        is_whole: true for that of the whole plan.
     """
 
     seconds: float
     number: int
     promise: Promise
-    quick: Estimate | None = None
-    whole: Estimate | None = None
+    estimate: Estimate | None = None
+    is_whole: bool = False
 
 
 How = Callable[[Setting], Estimate | None]
@@ -122,7 +131,8 @@ class Search:
             self._push(promise)
         self._first = self._queue[0].seconds if self._queue else 0.0
         self._most = _MOST_SEARCHED if method.is_searched else _MOST
-        self._running: dict[Setting, Promise] = {}
+        self._running: dict[Setting, tuple[How, _Candidate]] = {}
+        self._slower: dict[StockRecompute, dict[int, float]] = {}  # estimates over bounds, by pipeline ranks
         self.known = list[Estimate]()  # what fits, from quick estimates
 
     @property
@@ -135,7 +145,7 @@ class Search:
         """Part of the way from the first bound to the best time that bounds have come."""
         if self.is_done:
             return 1.0
-        known = [each.seconds for each in self._queue if each.quick is not None]
+        known = [each.seconds for each in self._queue if each.estimate is not None and not each.is_whole]
         best = self.found.best[0].seconds if self.found.best else min(known, default=0.0)
         if not self._queue or best <= self._first:
             return 0.0
@@ -145,30 +155,43 @@ class Search:
         """Returns what to estimate next, and how; None if the results of others have to come first."""
         while self._queue and len(self.found.best) < self._top:
             first = self._queue[0]
-            if first.whole is not None:
-                if self._running:
+            if first.estimate is not None:
+                if self._running if first.is_whole else not self._is_next(first):
                     return None  # another one may be faster
                 heapq.heappop(self._queue)
-                self.found.best.append(first.whole)
-            elif first.quick is None and self.found.tried >= self._most:
-                self._cut(first.seconds)
+                if not first.is_whole:
+                    return self._begin(whole, first.estimate.setting, first)
+                self.found.best.append(first.estimate)
+            elif self.found.tried >= self._most:
+                self._cut()
+            elif (seconds := self._expected(first.promise)) > first.seconds:
+                heapq.heapreplace(self._queue, first._replace(seconds=seconds))
             else:
                 heapq.heappop(self._queue)
-                setting = first.promise.setting if first.quick is None else first.quick.setting
-                if first.quick is None and setting.wrong:
-                    continue
-                self.found.tried += first.quick is None
-                self._running[setting] = first.promise
-                return quick if first.quick is None else whole, setting
+                setting = first.promise.setting
+                if not setting.wrong:
+                    self.found.tried += 1
+                    return self._begin(quick, setting, first)
         return None
+
+    def _begin(self, how: How, setting: Setting, candidate: _Candidate) -> tuple[How, Setting]:
+        self._running[setting] = how, candidate
+        return how, setting
+
+    def _is_next(self, first: _Candidate) -> bool:
+        """Returns whether a candidate may be planned as a whole, which takes long, beside what runs now."""
+        running = self._running.values()
+        return all(how is whole and first.seconds <= _CLOSE * other.seconds for how, other in running)
 
     def tell(self, how: How, setting: Setting, result: Estimate | None) -> None:
         """Takes a result of :meth:`step`."""
-        promise = self._running.pop(setting)
+        promise = self._running.pop(setting)[1].promise
+        if result is not None and how is quick:
+            self._learn(promise, result.seconds / promise.bounds[0].seconds)
         if result is not None and result.fits:
-            known = (result, None) if how is quick else (None, result)
             self.known += [result] if how is quick else []
-            heapq.heappush(self._queue, _Candidate(result.seconds, next(self._numbers), promise, *known))
+            candidate = _Candidate(result.seconds, next(self._numbers), promise, result, how is whole)
+            heapq.heappush(self._queue, candidate)
             return
         if promise.others is not None:
             self._push(promise.others)
@@ -179,6 +202,22 @@ class Search:
         if (fitting := promise.within(self._room)) is not None:
             heapq.heappush(self._queue, _Candidate(fitting.bounds[0].seconds, next(self._numbers), fitting))
 
+    def _learn(self, promise: Promise, slower: float) -> None:
+        """Takes the quick estimate of a promise over its bound.
+
+        Some schedules idle in their steady state, V-Min for a fifth of the time, where passes take unequal times. How
+        much depends on the passes, on which recompute has a say, and grows with the ranks.
+        """
+        of_ranks = self._slower.setdefault(promise.bounds[0].recompute, {})
+        of_ranks[promise.pipeline] = min(slower, of_ranks.get(promise.pipeline, math.inf))
+
+    def _expected(self, promise: Promise) -> float:
+        """Returns about the least time of a promise after what other plans of at most as many ranks showed."""
+        first = promise.bounds[0]
+        of_ranks = self._slower.get(first.recompute, {})
+        least = min((slower for ranks, slower in of_ranks.items() if ranks <= promise.pipeline), default=1.0)
+        return first.seconds * max(1.0, _EXPECTED * least)
+
     def end(self, *, asks_more: bool = True) -> Found:
         """Returns the result; if nothing fits and ``asks_more``, with the number of GPUs that do."""
         found = self.found
@@ -186,10 +225,11 @@ class Search:
             found.short = self._shortest(asks_more)
         return found
 
-    def _cut(self, bound: float) -> None:
-        """Drops what was not planned; ``bound`` is the least of its bounds."""
+    def _cut(self) -> None:
+        """Drops what was not planned."""
         self.found.is_cut = True
-        self._queue = [each for each in self._queue if each.quick is not None or each.whole is not None]
+        bound = min(each.promise.bounds[0].seconds for each in self._queue if each.estimate is None)
+        self._queue = [each for each in self._queue if each.estimate is not None]
         heapq.heapify(self._queue)
         best = self.found.best[0].seconds if self.found.best else self._queue[0].seconds if self._queue else 0.0
         self.found.gap = 1 - bound / best if best > bound else 0.0
@@ -229,8 +269,14 @@ class Bounds(NamedTuple):
     smallest: tuple[Setting, ...]
 
 
-Sizes = tuple[int, int, int, int, int]
-"""Tensor, context, expert and pipeline parallel sizes, and samples of a microbatch."""
+class Sizes(NamedTuple):
+    """Tensor, context, expert and pipeline parallel sizes, and samples of a microbatch."""
+
+    tensor: int
+    context: int
+    expert: int
+    pipeline: int
+    micro_batch: int
 
 
 def bounds_of(question: Question, method: Method, near: Collection[Sizes] | None = None) -> Bounds:
@@ -247,7 +293,7 @@ def bounds_of(question: Question, method: Method, near: Collection[Sizes] | None
 
 
 def _sizes(setting: Setting) -> Sizes:
-    return setting.tensor, setting.context, setting.expert, setting.pipeline, setting.micro_batch
+    return Sizes(setting.tensor, setting.context, setting.expert, setting.pipeline, setting.micro_batch)
 
 
 def _with_least(promise: Promise | None) -> Promise | None:
@@ -308,11 +354,12 @@ def search_all(
     running: dict[Future[Any], tuple[int, How | None, Setting | None]] = {
         pool.submit(bounds_of, *tasks[at]): (at, None, None) for at in sorted(first)
     }
+    work = [_SEARCHED if method.is_searched else 1 for _, method in tasks]
     waiting, told = set(range(len(tasks))) - first, 0.0
     while running or waiting:
         for at in sorted(waiting) if not running else ():
             waiting.remove(at)
-            running[pool.submit(bounds_of, *tasks[at], _near(tasks, states, at))] = at, None, None
+            running[pool.submit(bounds_of, *tasks[at], near(tasks, states, at))] = at, None, None
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             at, how, setting = running.pop(future)
             if how is None or setting is None:
@@ -323,7 +370,7 @@ def search_all(
             while len(running) <= jobs and (job := states[at].step()) is not None:
                 how, setting = job
                 running[pool.submit(how, setting)] = at, how, setting
-        done = sum(state.progress for state in states.values()) / len(tasks)
+        done = sum(work[at] * state.progress for at, state in states.items()) / sum(work)
         progress(max(0.0, done - told))
         told = max(done, told)
     progress(1 - told)
@@ -332,18 +379,20 @@ def search_all(
     return [states[at].end(asks_more=id(question) not in fitting) for at, (question, _) in enumerate(tasks)]
 
 
-def _near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search], at: int) -> list[Sizes] | None:
+def near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search], at: int) -> list[Sizes] | None:
     """Returns the fastest sizes of other methods for the same question.
 
-    None if none fits, and for plans that save memory by themselves, which also fit where others do not.
+    None if none fits, and for plans that save memory by themselves, which also fit where others do not. Long pipelines
+    are left out if shorter ones fit.
     """
     question, method = tasks[at]
     if method.saves_memory:
         return None
     known = [each for other, state in states.items() if tasks[other][0] is question for each in state.known]
     fastest_first = sorted(known, key=lambda each: each.seconds)
-    sizes = dict.fromkeys(_sizes(each.setting) for each in fastest_first if each.setting.pipeline > 1)
-    return list(sizes)[:_NEAR] or None
+    sizes = list(dict.fromkeys(_sizes(each.setting) for each in fastest_first if each.setting.pipeline > 1))
+    near = [each for each in sizes if each.pipeline <= _MOST_RANKS] or sizes
+    return near[:_NEAR] or None
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:

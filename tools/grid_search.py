@@ -27,10 +27,10 @@ from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import objection
-from tools._answers import Answer, answered
-from tools._grid import fastest, search_all
+from tools._answers import answers
+from tools._grid import fastest
 from tools._iteration import Estimate
-from tools._methods import ADAPTIVE, METHODS, SAVING, Method
+from tools._methods import ADAPTIVE, METHODS, SAVING
 from tools._run_settings import gpus_here, run_setting
 from tools._start import Start, of_model, of_recipe
 from tools._tables import FORMS
@@ -38,15 +38,6 @@ from tools._tables import FORMS
 # All divisors of the GPUs are tried, and plans made for up to so many microbatches. More is a typing error.
 _MOST_GPUS, _MOST_SAMPLES = 1_000_000, 100_000
 _METHODS = (*METHODS, ADAPTIVE, *SAVING)
-
-
-def answers_of(starts: Sequence[Start], methods: Sequence[Method], top: int, jobs: int) -> list[Answer]:
-    """Searches every method for every start in ``jobs`` processes, with progress on standard error."""
-    tasks = [(start.question, method) for start in starts for method in methods]
-    with worker_pool(jobs) as pool, shown("grid search", sys.stderr) as progress:
-        found = search_all(pool, tasks, top, jobs, progress)
-    each = len(methods)
-    return [answered(start, found[at * each : (at + 1) * each]) for at, start in enumerate(starts)]
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
@@ -204,10 +195,11 @@ def main(
     names = [*usual, *(method.name.lower() for method in SAVING if save_memory)]
     searched = [method for method in _METHODS if method.name.lower() in names]
     searched += [method.sharing() for method in searched] if vocabulary_parallel else []
-    answers = answers_of(starts, searched, top, jobs)
-    emit(FORMS[form](answers), output)
+    with worker_pool(jobs) as pool, shown("grid search", sys.stderr) as progress:
+        found = answers(pool, starts, searched, top, jobs, progress)
+    emit(FORMS[form](found), output)
     if validate:
-        _validate([each for answer in answers for each in fastest(answer.found)])
+        _validate([each for answer in found for each in fastest(answer.found)])
 
 
 def _on_device(

@@ -20,8 +20,7 @@ from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
-from tools._answers import answered
-from tools._grid import search_all
+from tools._answers import answers
 from tools._methods import ADAPTIVE, METHODS
 from tools._start import of_recipe
 
@@ -43,8 +42,7 @@ def main(recipes: Sequence[str], folder: Path | None, jobs: int, output: Path | 
             raise PlanError("--bridge is missing: the unpacked wheel of megatron-bridge, which has the recipes")
         start = of_recipe(name, folder)
         with worker_pool(jobs) as pool, shown(name, sys.stderr) as progress:
-            tasks = [(start.question, method) for method in methods]
-            retuned = Retuned.of(answered(start, search_all(pool, tasks, 1, jobs, progress)))
+            retuned = Retuned.of(*answers(pool, [start], methods, 1, jobs, progress))
         known[retuned.name] = retuned
         click.echo(f"{name}: {retuned.over_own} of NVIDIA's setting, {retuned.over_stock} of the best of stock's")
         if output is not None:

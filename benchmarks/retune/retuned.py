@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.schedules.estimate.calibration import CALIBRATED
 from megatron.schedules.estimate.devices import GIB
-from tools._answers import Answer, in_place_of
-from tools._grid import whole
+from tools._answers import Answer
 from tools._iteration import Estimate
 from tools._tables import recompute_of, sizes_of
 
@@ -103,12 +102,8 @@ class Retuned:
     def of(cls, answer: Answer) -> Retuned:
         """Returns the record of an answer."""
         question = answer.question
-        beside = None
-        if answer.ours is not None:
-            tried = [whole(each) for each in in_place_of(answer.ours.setting) if not each.wrong]
-            planned = [each for each in tried if each is not None]
-            # What fits goes before.
-            beside = min(planned, key=lambda each: (not each.fits, each.seconds), default=None)
+        # What fits goes before.
+        beside = min(answer.alike, key=lambda each: (not each.fits, each.seconds), default=None)
         ours = [found for found in answer.found if not found.method.is_stock and found.best]
         return cls(
             question.model.name.removesuffix("_config"),

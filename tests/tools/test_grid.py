@@ -10,9 +10,9 @@ from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import Model, gpt
 from tools import _grid
-from tools._grid import bounds_of, fastest, search
-from tools._iteration import estimate, quick_estimate
-from tools._methods import INTERLEAVED, METHODS, ONE_F_ONE_B, Method
+from tools._grid import Search, bounds_of, fastest, near, quick, search, whole
+from tools._iteration import Estimate, estimate, quick_estimate
+from tools._methods import ADAPTIVE, INTERLEAVED, METHODS, ONE_F_ONE_B, SAVING, Method
 from tools._question import FULL, Question, recomputes
 from tools._setting import NONE
 
@@ -89,6 +89,47 @@ def test_a_long_sequence_is_split_among_ranks_of_a_node():
     assert {each.context for each in long.settings(ONE_F_ONE_B)} == {1, 2, 4}
     assert all(8 % (each.tensor * each.context) == 0 for each in long.settings(ONE_F_ONE_B))
     assert {each.context for each in QUESTION.settings(ONE_F_ONE_B)} == {1}
+
+
+def test_what_plans_showed_about_idle_time_spares_others(monkeypatch: pytest.MonkeyPatch):
+    v_min = METHODS[3]
+    roomy = replace(QUESTION, device=DEVICES["A100-80GB"], gpus=32, global_batch=64)
+    found = search(roomy, v_min)
+    monkeypatch.setattr(_grid, "_EXPECTED", 0.0)
+    by_bounds = search(roomy, v_min)
+    assert found.best[0].seconds == by_bounds.best[0].seconds
+    assert found.tried < by_bounds.tried
+
+
+def test_nothing_is_planned_as_a_whole_that_a_running_estimate_may_spare():
+    roomy = replace(QUESTION, device=DEVICES["A100-80GB"])
+    state = Search(roomy, METHODS[2], bounds_of(roomy, METHODS[2]), 1)
+    running = [job for _ in range(2) if (job := state.step()) is not None]
+    assert [how for how, _ in running] == [quick, quick]
+    state.tell(*running[0], quick(running[0][1]))
+    while (job := state.step()) is not None:
+        assert job[0] is quick
+        running.append(job)
+    for job in running[1:]:
+        state.tell(*job, job[0](job[1]))
+    job = state.step()
+    assert job is not None and job[0] is whole
+
+
+def test_a_searched_order_is_tried_with_the_fastest_sizes_of_short_pipelines():
+    tasks = [(QUESTION, METHODS[5]), (QUESTION, ADAPTIVE)]
+    state = Search(*tasks[0], bounds_of(*tasks[0]), 1)
+    state.known = [
+        Estimate(replace(setting, pipeline=ranks), 1.0 / ranks, 0.5, quick_estimate(setting).outcome)
+        for setting in list(QUESTION.settings(METHODS[5]))[:1]
+        for ranks in (4, 32, 64)
+    ]
+    found = near(tasks, {0: state}, 1)
+    assert found is not None and [sizes.pipeline for sizes in found] == [32, 4]
+    state.known = state.known[2:]
+    found = near(tasks, {0: state}, 1)
+    assert found is not None and [sizes.pipeline for sizes in found] == [64]
+    assert near([tasks[0], (QUESTION, SAVING[0])], {0: state}, 1) is None
 
 
 def test_a_search_that_is_cut_says_how_much_faster_others_might_be(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.devices import DEVICES, GIB
 from megatron.schedules.estimate.models import Model
-from tools import _run_settings, grid_search
-from tools._answers import Answer, answered
+from tools import _answers, _run_settings, grid_search
+from tools._answers import Answer, answers
 from tools._grid import Found
 from tools._iteration import Estimate, Outcome, estimate
 from tools._job_specs import GRAPHS
@@ -65,12 +65,12 @@ def test_savings_are_searched_with_their_flag(capsys: pytest.CaptureFixture[str]
     def found(question: Question, method: Method) -> Found:
         rank = RankMemory(2e10, 2e10, 2e10, 1e10, host=3 * GIB / question.device.node)
         sizes = Setting(method, question.model, question.device, 1, 1, 8, 1, 16)
-        outcome = Outcome(1.0, 0.1, (rank,), 0.2, 0.25, (0.0, 0.0), (4,) * 16)
+        outcome = Outcome(1.0, 0.1, (rank,), 0.2, 0.25, (0.0, 0.0), (4,) * 16, 1 / 16)
         return Found(method, [Estimate(sizes, 1.0, 0.5, outcome)])
 
     monkeypatch.setattr(grid_search, "worker_pool", ThreadPoolExecutor)
-    monkeypatch.setattr(grid_search, "search_all", searched)
-    monkeypatch.setattr(grid_search, "answered", Answer)
+    monkeypatch.setattr(_answers, "search_all", searched)
+    monkeypatch.setattr(_answers, "answered", lambda start, found, *_: Answer(start, found))
     text = said(capsys, *SMALL, "--format", "markdown")
     assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "recomputed" not in text
     asked.clear()
@@ -107,7 +107,8 @@ def test_a_script_has_its_own_setting_and_stock_counts_it(tmp_path: Path):
     own = start.question.own
     assert own is not None
     assert (own.tensor, own.pipeline, own.data, own.method.chunks, own.layers) == (2, 4, 2, 4, (2,) * 16)
-    answer = answered(start, [])
+    with ThreadPoolExecutor(1) as pool:
+        (answer,) = answers(pool, [start], [])
     assert answer.own is not None and answer.stock is answer.own and answer.ours is None
     # The peak is that of FP8.
     flops = answer.own.mfu * answer.own.seconds * 16 * DEVICES["H100-80GB"].fp8_flops

@@ -9,9 +9,11 @@ import pytest
 
 from megatron.schedules.estimate.device_memory import RESERVED
 from megatron.schedules.estimate.devices import DEVICES, GIB
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.models import MODELS, Model, built, gpt
 from megatron.schedules.estimate.roofline import Roofline, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
+from megatron.schedules.job.plan_job import plan_job
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.schedule.placement import Placement
@@ -27,7 +29,7 @@ from tools._iteration import (
 )
 from tools._methods import ADAPTIVE, INTERLEAVED, METHODS, ONE_F_ONE_B, SAVING, Method
 from tools._pasted import flags, overrides
-from tools._question import FULL
+from tools._question import FULL, recomputes
 from tools._setting import NONE, Setting
 from tools._start import Given
 
@@ -91,6 +93,21 @@ def test_work_is_some_six_times_parameters_a_token_and_attention():
     model = MODELS["21B"]
     attention = 6 * 46 * model.sequence * 6144
     assert model.flops_a_token == pytest.approx(6 * model.parameters + attention, rel=0.01)
+
+
+@pytest.mark.parametrize("again", recomputes(SMALL, None)[1:], ids=str)
+@pytest.mark.parametrize("method", ["1F1B", "ZB-1P", "V-Min", "V-Half", "V-ZB"])
+def test_nothing_needs_less_time_or_memory_than_its_bound_with_recompute(method: str, again: StockRecompute):
+    found = estimate(replace(setting(method), recompute=again))
+    (bound,) = promise(found.setting).bounds
+    assert bound.seconds <= found.seconds + 1e-9
+    assert bound.bytes <= found.memory
+
+
+def test_a_rank_with_more_layers_than_others_bounds_the_time():
+    (bound,) = promise(setting("ZB-1P", pipeline=8, global_batch=200)).bounds
+    # 14 layers on 8 ranks are two of some rank, however small the ends are.
+    assert bound.seconds >= 200 * 2 * layer().whole > 200 * (LAYERS * layer().whole + sum(x.whole for x in ends())) / 8
 
 
 @pytest.mark.parametrize("method", NAMED)
@@ -271,6 +288,33 @@ def test_few_microbatches_say_what_many_take(name: str):
     assert few.seconds == pytest.approx(many.seconds, rel=rounding)
     assert few.bubble == pytest.approx(many.bubble, abs=rounding)
     assert few.memory == pytest.approx(many.memory, rel=0.02)
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.7, 1.0, None])
+def test_few_microbatches_say_about_what_many_take_in_a_searched_order(limit: float | None):
+    at = setting("adaptive", global_batch=44)
+    at = replace(at, method=at.method._replace(memory_limit=limit))
+    assert quick_estimate(at, 0.3).seconds == pytest.approx(estimate(at, 0.3).seconds, rel=0.05)
+
+
+# Where plans are polished in the fewest rounds, see polish._FEWEST_ROUNDS.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name != "ZB-1P" else name for name in NAMED]
+)
+def test_further_microbatches_of_a_long_plan_all_take_the_same_time(name: str):
+    at = setting(name, global_batch=20_500 // (4 * NAMED[name].chunks))
+    few, whole = estimate(at, 0.3), planned(at, at.microbatches, 0.3, messages=0)
+    rounding = 0.01 if name == "adaptive" else 1e-3
+    assert few.outcome.seconds == pytest.approx(whole.seconds, rel=rounding)
+    assert few.bubble == pytest.approx(whole.bubble, abs=rounding)
+    activations = [rank.activations for rank in whole.ranks]
+    assert [rank.activations for rank in few.ranks] == pytest.approx(activations, rel=rounding)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "interleaved", "ZB-1P", "V-Half"])
+def test_an_estimate_counts_the_messages_that_the_job_holds(name: str):
+    at = setting(name)
+    assert estimate(at).ranks == plan_job(at.spec).memory
 
 
 def test_stock_without_a_pipeline_computes_all_the_time():

@@ -301,9 +301,25 @@ class Program:
 
     def steps(self) -> Iterator[Instruction]:
         """Yields the instructions one by one without storing them, for checks that read each only once."""
-        last, present = self.placement.last_stage, {action.op for action in self.actions}
+        slots = {(each.action.op, each.action.stage): each for each in self._of_each_stage}
         for action in self.actions:
-            yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
+            op, stage, microbatch, _ = action
+            _, needed, filled = slots[op, stage]
+            yield Instruction(
+                action,
+                needed and Slot(needed.result, needed.stage, microbatch),
+                filled and Slot(filled.result, filled.stage, microbatch),
+            )
+
+    @cached_property
+    def _of_each_stage(self) -> tuple[Instruction, ...]:
+        """One instruction of each op and stage: those of other microbatches use the same slots of theirs."""
+        last, present = self.placement.last_stage, {action.op for action in self.actions}
+        actions = {(action.op, action.stage): action for action in self.actions}.values()
+        return tuple(
+            Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
+            for action in actions
+        )
 
     @cached_property
     def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
@@ -327,15 +343,21 @@ class Program:
         Counts those posted and not yet used, and the last ones sent to each peer. The result of a collective counts as
         a message.
         """
+        received, used = set[tuple[Kind | Op, int]](), set[tuple[Kind | Op, int]]()
+        for each in self._of_each_stage:
+            op, stage, _, _ = each.action
+            if op in RECEIVES or (op in COLLECTIVES and each.filled is not None):
+                received.add((op, stage))
+            elif self.arrives(each):
+                used.add((op, stage))
         most = ahead = 0
         sent: Counter[int | None] = Counter()
-        for instruction in self.instructions:
-            op, _, _, peer = instruction.action
-            ahead += op in RECEIVES or (op in COLLECTIVES and instruction.filled is not None)
+        for op, stage, _, peer in self.actions:
+            ahead += (op, stage) in received
             if op in SENDS:
                 sent[peer] = min(sent[peer] + 1, SENDS_IN_FLIGHT)
             elif computes(op):
-                ahead -= self.arrives(instruction)
+                ahead -= (op, stage) in used
                 most = max(most, ahead + sent.total())
         return most
 
