@@ -33,9 +33,9 @@ _TRIED = 3
 _SEARCH_SECONDS, _FINAL_SECONDS = 0.3, 2.0
 # Settings that are planned for each method at most, and of those with a searched order.
 _MOST, _MOST_SEARCHED = 60, 8
-# Part of a setting's expected time that is taken as its bound: the time is that of arithmetic with the idle share of
-# other plans of the method, see Search.tell.
-_EXPECTED = 0.95
+# V-Min is idle in its steady state, a fifth of the time, where passes take unequal times. So its bounds are this share
+# of a time that other plans show: for recompute of the same kind, and as many ranks or fewer, which idle less.
+_IDLE, _EXPECTED = "v-min", 0.95
 # Settings up to so many times slower than the fastest are planned as a whole at the same time.
 _CLOSE = 1.02
 # Sizes that a searched order is planned with, and their most pipeline ranks: with 64 each search takes half a minute.
@@ -203,18 +203,14 @@ class Search:
             heapq.heappush(self._queue, _Candidate(fitting.bounds[0].seconds, next(self._numbers), fitting))
 
     def _learn(self, promise: Promise, slower: float) -> None:
-        """Takes the quick estimate of a promise over its bound.
-
-        Some schedules idle in their steady state, V-Min for a fifth of the time, where passes take unequal times. How
-        much depends on the passes, on which recompute has a say, and grows with the ranks.
-        """
+        """Takes the quick estimate of a promise over its bound."""
         of_ranks = self._slower.setdefault(promise.bounds[0].recompute, {})
         of_ranks[promise.pipeline] = min(slower, of_ranks.get(promise.pipeline, math.inf))
 
     def _expected(self, promise: Promise) -> float:
-        """Returns about the least time of a promise after what other plans of at most as many ranks showed."""
+        """Returns about the least time of a promise, after what other plans showed."""
         first = promise.bounds[0]
-        of_ranks = self._slower.get(first.recompute, {})
+        of_ranks = self._slower.get(first.recompute, {}) if self.found.method.schedule == _IDLE else {}
         least = min((slower for ranks, slower in of_ranks.items() if ranks <= promise.pipeline), default=1.0)
         return first.seconds * max(1.0, _EXPECTED * least)
 

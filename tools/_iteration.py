@@ -28,6 +28,8 @@ from tools._setting import Setting
 
 # Microbatches of each rank with which a schedule is in its steady state, and with which its period is measured.
 _STEADY, _LONGER = 2, 3
+# Messages that ranks hold at least, and ranks of a long pipeline for each one more.
+_FEW_MESSAGES, _RANKS_A_MESSAGE = 5, 5
 # Stages x microbatches of larger plans take the fewest rounds of polishing (search/polish.py): a plan with more
 # microbatches than that is the same one, and longer.
 _ENOUGH = 17_000
@@ -120,7 +122,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
 
 
 def quick_estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
-    """Computes the figures from plans with few microbatches, of which no messages are counted.
+    """Computes the figures from plans with few microbatches, with about the least number of messages that they hold.
 
     Raises:
         PlanError: as :func:`estimate`.
@@ -134,20 +136,22 @@ def _of_some_microbatches(
     """Computes the figures from plans with ``steady`` microbatches of each rank, and with one more.
 
     Once a schedule is in its steady state, each further microbatch takes the same time. Searches for two numbers of
-    microbatches find different orders, so there that time is read from the middle of the longer plan.
+    microbatches find different orders, so there that time is read from the middle of the longer plan; also where that
+    one does not fit.
     """
-    ranks, rest, messages = setting.pipeline, setting.microbatches % setting.pipeline, 0 if is_quick else None
+    ranks, rest = setting.pipeline, setting.microbatches % setting.pipeline
+    messages = max(_FEW_MESSAGES, ranks // _RANKS_A_MESSAGE) if is_quick else None
     few, more = steady * ranks + rest, (steady + 1) * ranks + rest
     if ranks == 1 or setting.microbatches <= more:
         return figures(setting, planned(setting, setting.microbatches, search_seconds, messages))
     longer = planned(setting, more, search_seconds, messages)
     busy = longer.seconds * (1 - longer.bubble) / more
+    each = longer.each
     if setting.method.is_searched:
-        each = longer.each
         if is_quick and memory_limit(setting) >= 1:
             # So much memory is full only after most of the plan, and then ranks are hardly idle.
             each = min(each, busy / (1 - longer.bubble / (steady + 1)))
-    else:
+    elif figures(setting, longer).fits:  # the time of another one is not worth a second plan
         each = (longer.seconds - planned(setting, few, messages=0).seconds) / ranks
     seconds = longer.seconds + (setting.microbatches - more) * each
     return figures(setting, longer._replace(seconds=seconds, bubble=1 - busy * setting.microbatches / seconds))
