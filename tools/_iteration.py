@@ -26,7 +26,8 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from tools._setting import Setting
 
-# Microbatches of each rank with which a schedule is in its steady state, and with which its period is measured.
+# Microbatches of each rank in the shorter of two plans that show the steady state: for a quick estimate, and the fewest
+# for any other.
 _STEADY, _LONGER = 2, 3
 # Messages that ranks hold at least, and ranks of a long pipeline for each one more.
 _FEW_MESSAGES, _RANKS_A_MESSAGE = 5, 5
