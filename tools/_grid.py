@@ -132,7 +132,7 @@ class Search:
         self._first = self._queue[0].seconds if self._queue else 0.0
         self._most = _MOST_SEARCHED if method.is_searched else _MOST
         self._running: dict[Setting, tuple[How, _Candidate]] = {}
-        self._slower: dict[StockRecompute, dict[int, float]] = {}  # estimates over bounds, by pipeline ranks
+        self._slower: dict[StockRecompute, dict[int, float]] = {}  # V-Min's estimates over its bounds, by ranks
         self.known = list[Estimate]()  # what fits, from quick estimates
 
     @property
@@ -186,7 +186,7 @@ class Search:
     def tell(self, how: How, setting: Setting, result: Estimate | None) -> None:
         """Takes a result of :meth:`step`."""
         promise = self._running.pop(setting)[1].promise
-        if result is not None and how is quick:
+        if result is not None and how is quick and self.found.method.schedule == _IDLE:
             self._learn(promise, result.seconds / promise.bounds[0].seconds)
         if result is not None and result.fits:
             self.known += [result] if how is quick else []
@@ -210,7 +210,7 @@ class Search:
     def _expected(self, promise: Promise) -> float:
         """Returns about the least time of a promise, after what other plans showed."""
         first = promise.bounds[0]
-        of_ranks = self._slower.get(first.recompute, {}) if self.found.method.schedule == _IDLE else {}
+        of_ranks = self._slower.get(first.recompute, {})
         least = min((slower for ranks, slower in of_ranks.items() if ranks <= promise.pipeline), default=1.0)
         return first.seconds * max(1.0, _EXPECTED * least)
 
@@ -387,8 +387,8 @@ def near(tasks: Sequence[tuple[Question, Method]], states: Mapping[int, Search],
     known = [each for other, state in states.items() if tasks[other][0] is question for each in state.known]
     fastest_first = sorted(known, key=lambda each: each.seconds)
     sizes = list(dict.fromkeys(_sizes(each.setting) for each in fastest_first if each.setting.pipeline > 1))
-    near = [each for each in sizes if each.pipeline <= _MOST_RANKS] or sizes
-    return near[:_NEAR] or None
+    short = [each for each in sizes if each.pipeline <= _MOST_RANKS]
+    return (short or sizes)[:_NEAR] or None
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:

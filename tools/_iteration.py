@@ -28,7 +28,7 @@ from tools._setting import Setting
 
 # Microbatches of each rank in the shorter of two plans that show the steady state: for a quick estimate, and the fewest
 # for any other.
-_STEADY, _LONGER = 2, 3
+_QUICK, _FEWEST = 2, 3
 # Messages that ranks hold at least, and ranks of a long pipeline for each one more.
 _FEW_MESSAGES, _RANKS_A_MESSAGE = 5, 5
 # Stages x microbatches of larger plans take the fewest rounds of polishing (search/polish.py): a plan with more
@@ -118,7 +118,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
         PlanError: if there is no plan, such as for a lack of memory.
     """
     ranks, stages = setting.pipeline, setting.placement.stages
-    steady = max(_LONGER, ceil(_ENOUGH / (stages * ranks)))
+    steady = max(_FEWEST, ceil(_ENOUGH / (stages * ranks)))
     return _of_some_microbatches(setting, steady, search_seconds)
 
 
@@ -128,7 +128,7 @@ def quick_estimate(setting: Setting, search_seconds: float | None = None) -> Est
     Raises:
         PlanError: as :func:`estimate`.
     """
-    return _of_some_microbatches(setting, _STEADY, search_seconds, is_quick=True)
+    return _of_some_microbatches(setting, _QUICK, search_seconds, is_quick=True)
 
 
 def _of_some_microbatches(

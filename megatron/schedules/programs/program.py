@@ -301,10 +301,9 @@ class Program:
 
     def steps(self) -> Iterator[Instruction]:
         """Yields the instructions one by one without storing them, for checks that read each only once."""
-        slots = {(each.action.op, each.action.stage): each for each in self._of_each_stage}
         for action in self.actions:
             op, stage, microbatch, _ = action
-            _, needed, filled = slots[op, stage]
+            _, needed, filled = self._of_each_stage[op, stage]
             yield Instruction(
                 action,
                 needed and Slot(needed.result, needed.stage, microbatch),
@@ -312,14 +311,14 @@ class Program:
             )
 
     @cached_property
-    def _of_each_stage(self) -> tuple[Instruction, ...]:
+    def _of_each_stage(self) -> Mapping[tuple[Kind | Op, int], Instruction]:
         """One instruction of each op and stage: those of other microbatches use the same slots of theirs."""
         last, present = self.placement.last_stage, {action.op for action in self.actions}
-        actions = {(action.op, action.stage): action for action in self.actions}.values()
-        return tuple(
-            Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
-            for action in actions
-        )
+        actions = {(action.op, action.stage): action for action in self.actions}
+        return {
+            key: Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
+            for key, action in actions.items()
+        }
 
     @cached_property
     def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
@@ -343,13 +342,13 @@ class Program:
         Counts those posted and not yet used, and the last ones sent to each peer. The result of a collective counts as
         a message.
         """
-        received, used = set[tuple[Kind | Op, int]](), set[tuple[Kind | Op, int]]()
-        for each in self._of_each_stage:
-            op, stage, _, _ = each.action
-            if op in RECEIVES or (op in COLLECTIVES and each.filled is not None):
-                received.add((op, stage))
-            elif self.arrives(each):
-                used.add((op, stage))
+        each = self._of_each_stage.items()
+        received = {
+            key
+            for key, (action, _, filled) in each
+            if action.op in RECEIVES or (action.op in COLLECTIVES and filled is not None)
+        }
+        used = {key for key, instruction in each if self.arrives(instruction)}
         most = ahead = 0
         sent: Counter[int | None] = Counter()
         for op, stage, _, peer in self.actions:
