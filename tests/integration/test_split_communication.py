@@ -113,16 +113,17 @@ def test_gradients_are_bit_equal_where_a_product_is_computed_in_i(sequence_paral
 
 def _hidden(te: bool, sequence_parallel: bool) -> None:
     from megatron.schedules.integration.linears.local import split_linears
-    from megatron.schedules.integration.linears.transformer_engine import _WeightGradient, split_te_linears
+    from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     log: list[str] = []
-    computed = _WeightGradient._compute
+    computed = WeightGradient._compute
 
     def logged(*arguments: Any) -> Any:
         log.append("product")
         return computed(*arguments)
 
-    with fused_kernels(log), mock.patch.object(_WeightGradient, "_compute", logged):
+    with fused_kernels(log), mock.patch.object(WeightGradient, "_compute", logged):
         if te:
             model: Any = Block(
                 bias=False, sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=True, **tensor_parallel()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.schedules.runtime import weight_graph
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.runtime.weight_graph import Closure
@@ -216,8 +217,12 @@ def test_each_closure_is_freed_before_the_next_runs():
         gc.enable()
 
 
-def test_each_gradient_is_accumulated_before_the_next_is_computed():
-    """A shared parameter's once its last use has been computed."""
+@pytest.mark.parametrize(("together", "expected"), [(0, [0, 0, 1, 2]), (16, [0, 0, 1, 1]), (24, [0, 0, 0, 0])])
+def test_gradients_are_accumulated_before_more_are_computed(
+    together: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared parameter's once its last use has been computed. Small ones are computed together, of 8 bytes here."""
+    monkeypatch.setattr(weight_graph, "_TOGETHER", together)
     store, seen = WeightGradients(), []
     shared, own = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     keep = _count_hooks(shared, seen), _count_hooks(own, seen)
@@ -233,7 +238,8 @@ def test_each_gradient_is_accumulated_before_the_next_is_computed():
         store.defer((0, 0), lambda parameter=parameter: gradient(parameter), parameters=[parameter])
     store.defer((0, 0), lambda: fired.append(len(seen)))
     store.run(0, 0)
-    assert fired == [0, 0, 1, 2] and [gradient.tolist() for gradient in seen] == [[1, 1], [2, 2]]
+    assert fired == expected
+    assert sorted(gradient.tolist() for gradient in seen) == [[1, 1], [2, 2]]
     del keep
 
 

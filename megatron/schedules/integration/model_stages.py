@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from megatron.schedules.runtime.graph_edge import InputGradient, as_input, backw
 from megatron.schedules.runtime.recompute import WITHOUT_RECOMPUTE
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind
+
+_AS_IT_IS = nullcontext()
 
 
 class _InFlight(NamedTuple):
@@ -66,12 +68,13 @@ class MegatronStages(Stages):
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
+        self._last, self._training = program.placement.last_stage, not call.forward_only
         self._model, self._config, self._call, self._meter = model, config, call, meter
         self._store, self._recomputes, self._offloads = deferred
         self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._coming = ComingWeights(program)
+        self._coming = None if budget is None else ComingWeights(program)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
         self._shared: SharedVocabulary | None = None
         if exchange is not None:
@@ -87,7 +90,7 @@ class MegatronStages(Stages):
     def finish(self) -> None:
         """Reports losses and reduces the remaining gradients. Call it only after the program succeeded."""
         if self._shared is not None:
-            with self._running(self._placement.last_stage):
+            with self._running(self._last):
                 self._shared.report_losses()
         self._reduction.finish()
 
@@ -99,8 +102,8 @@ class MegatronStages(Stages):
         self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         self._begin(Kind.F, stage, microbatch)
-        chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
-        training, shared = not self._call.forward_only, self._shared
+        chunk, is_last = self._placement.chunk_of(stage), stage == self._last
+        training, shared = self._training, self._shared
         offload = training and self._program.offloads(stage, microbatch)
         step, samples, input = self._call.forward_step_func, self._call.data_iterators[chunk], activation
         taken: Tensor | InputGradient | None = activation
@@ -112,16 +115,8 @@ class MegatronStages(Stages):
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with self._around(stage, microbatch, split) as stack:
-            if recompute and self._recomputes is not None:
-                stack.enter_context(self._recomputes.forward(stage, microbatch))
-                refusal = (
-                    f"stage {stage}, microbatch {microbatch}: a backward in the forward or the loss asks for the "
-                    f"gradient of a weight in a layer that the plan recomputes; {WITHOUT_RECOMPUTE}"
-                )
-                stack.enter_context(self._store.leaves.without_graph(self._recomputes.parameters, refusal))
-            if offload and self._offloads is not None:
-                stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
+        spared = self._spared(stage, microbatch, input, recompute, offload) if recompute or offload else _AS_IT_IS
+        with self._running(stage), self._split(stage, microbatch, split), self._counted(), spared:
             output, tokens = forward_step(
                 step,
                 samples,
@@ -154,22 +149,24 @@ class MegatronStages(Stages):
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)
         result = self._backward(stage, microbatch, gradient)
-        self._coming.ended(Kind.B, stage, microbatch)
+        if self._coming is not None:
+            self._coming.ended(Kind.B, stage, microbatch)
         return result
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.I, stage, microbatch)
         with self._store.input_gradient(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
-        self._coming.ended(Kind.I, stage, microbatch)
-        if self._budget is not None:
+        if self._coming is not None and self._budget is not None:
+            self._coming.ended(Kind.I, stage, microbatch)
             self._budget.deferred(stage, self._store.flops(stage, microbatch))
         return result
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
-        self._coming.ended(Kind.W, stage, microbatch)
+        if self._coming is not None:
+            self._coming.ended(Kind.W, stage, microbatch)
 
     def run_ahead(self, sent: int) -> None:
         """Computes weight gradients that are due, ahead of their W, behind a message of ``sent`` bytes.
@@ -177,6 +174,7 @@ class MegatronStages(Stages):
         See :meth:`.WeightGradients.run_ahead`.
         """
         assert self._budget is not None
+        assert self._coming is not None
         self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
@@ -185,7 +183,8 @@ class MegatronStages(Stages):
         if timers is not None:
             timers("forward-compute", log_level=2).start()
         assert self._recomputes is not None
-        with self._around(stage, microbatch, self._program.splits(stage, microbatch)):
+        split = self._program.splits(stage, microbatch)
+        with self._running(stage), self._split(stage, microbatch, split), self._counted():
             self._recomputes.run(stage, microbatch)
         if timers is not None:
             timers("forward-compute").stop()
@@ -255,7 +254,7 @@ class MegatronStages(Stages):
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers, shared = self._config.timers, self._shared
-        if shared is not None and gradient is not None and stage == self._placement.last_stage:
+        if shared is not None and gradient is not None and stage == self._last:
             with self._running(stage):
                 gradient = shared.loss_gradient(microbatch, gradient)
         if timers is not None:
@@ -278,18 +277,30 @@ class MegatronStages(Stages):
             shared.embedded(microbatch, result)
         return result
 
-    def _around(self, stage: int, microbatch: int, split: bool) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self._running(stage))
-        if split:
-            stack.enter_context(self._store.split(stage, microbatch))
-        stack.enter_context(self._counted())
-        return stack
+    def _split(self, stage: int, microbatch: int, split: bool) -> AbstractContextManager[None]:
+        return self._store.split(stage, microbatch) if split else _AS_IT_IS
+
+    @contextmanager
+    def _spared(
+        self, stage: int, microbatch: int, input: Tensor | None, recompute: bool, offload: bool
+    ) -> Iterator[None]:
+        """Surrounds a forward whose activations are recomputed or offloaded."""
+        with ExitStack() as stack:
+            if recompute and self._recomputes is not None:
+                stack.enter_context(self._recomputes.forward(stage, microbatch))
+                refusal = (
+                    f"stage {stage}, microbatch {microbatch}: a backward in the forward or the loss asks for the "
+                    f"gradient of a weight in a layer that the plan recomputes; {WITHOUT_RECOMPUTE}"
+                )
+                stack.enter_context(self._store.leaves.without_graph(self._recomputes.parameters, refusal))
+            if offload and self._offloads is not None:
+                stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
+            yield
 
     def _counted(self) -> AbstractContextManager[None]:
         """Makes the meter, if any, count the tensors saved for a backward."""
-        if self._meter is None or self._call.forward_only:
-            return nullcontext()
+        if self._meter is None or not self._training:
+            return _AS_IT_IS
         return self._meter.recording()
 
     def _is_first(self, chunk: int) -> bool:

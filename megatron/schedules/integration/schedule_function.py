@@ -266,7 +266,7 @@ class ScheduleFunction:
         if config.finalize_model_grads_func is not None:
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
-            tied.sum_gradients(chunks)
+            tied.sum_gradients(chunks, shares_vocabulary=self._planner.shares_vocabulary)
         self.peaks.end()
         if not self._reported:
             self._reported = True

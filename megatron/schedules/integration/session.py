@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -78,14 +78,9 @@ class Session:
         """Current iteration, as stock logs it."""
         return int(getattr(self.args, "curr_iteration", 0)) + 1
 
-    @contextmanager
-    def running(self, stage: int) -> Iterator[None]:
+    def running(self, stage: int) -> AbstractContextManager[None]:
         """Makes Megatron's queries about first and last stage refer to ``stage`` while its forward runs."""
-        outer, self._running = self._running, stage
-        try:
-            yield
-        finally:
-            self._running = outer
+        return _Running(self, stage)
 
     def placement(self, ranks: int, chunks: int | None) -> Placement | None:
         """Position of the stages; None if it is stock's, as without a schedule. ``chunks`` is None for one a rank."""
@@ -130,6 +125,19 @@ class Session:
         if stage is None:
             stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
         return stage == 0, stage == placement.last_stage
+
+
+class _Running:
+    __slots__ = ("_outer", "_session", "_stage")
+
+    def __init__(self, session: Session, stage: int) -> None:
+        self._session, self._stage = session, stage
+
+    def __enter__(self) -> None:
+        self._outer, self._session._running = self._session._running, self._stage
+
+    def __exit__(self, *_: object) -> None:
+        self._session._running = self._outer
 
 
 def _placement_with(schedule: str, ranks: int, chunks: int) -> Placement:

@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def edge_of(output: Tensor) -> GradientEdge:
     """Returns where a backward from ``output`` starts; it keeps the graph alive, but not the output.
 
-    The edge is that of a view, whose node is torch's own. Up to torch 2.8 an edge to a Python autograd Function, which
-    a stage's last step may be, holds only Python's half of the node; the other half is freed with the output, and the
-    backward crashes the process.
+    Up to torch 2.8 an edge to a Python autograd Function, which a stage's last step may be, holds only Python's half of
+    the node; the other half is freed with the output, and the backward crashes the process. There the edge is that of a
+    view, whose node is torch's own.
     """
-    return get_gradient_edge(output.view_as(output))
+    node: Any = output.grad_fn
+    if isinstance(node, BackwardCFunction):
+        output = output.view_as(output)
+    return get_gradient_edge(output)
 
 
 def backward_from(edge: GradientEdge, gradient: Tensor) -> None:

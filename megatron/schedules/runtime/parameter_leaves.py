@@ -42,6 +42,10 @@ class StandIn(NamedTuple):
     leaf: Tensor
     collected: bool
 
+    def in_place(self) -> bool:
+        """Returns whether the parameter still has the leaf's memory."""
+        return self.parameter.data_ptr() == self.leaf.data_ptr()
+
 
 class ParameterLeaves:
     """Leaves of split forwards, per (stage, microbatch), from the forward until W.
@@ -67,6 +71,8 @@ class ParameterLeaves:
         self._switches: dict[Key, list[Switch]] = {}
         self._without_graph: Collection[int] = ()
         self._refusal = ""
+        self._thread: int | None = None  # whose backwards these leaves may run
+        self._passes = 0  # that run now
         self._twice = False  # whether a backward has made a graph, whose own backward may reach leaves in I
 
     def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> StandIn:
@@ -76,7 +82,7 @@ class ParameterLeaves:
         """
         shared = self._shared if leaf is None and self._shared is not None else {}
         stand_in = shared.get(id(parameter))
-        if stand_in is None or stand_in.leaf.data_ptr() != parameter.data_ptr():
+        if stand_in is None or not stand_in.in_place():
             leaf = parameter.detach().requires_grad_() if leaf is None else leaf
             stand_in = shared[id(parameter)] = StandIn(parameter, leaf, collected)
         self._leaves.setdefault(key, []).append(stand_in)
@@ -91,7 +97,8 @@ class ParameterLeaves:
         """Surrounds one call of a schedule, in which all its forwards read one leaf of a parameter."""
         self._shared, self.kept = {}, {}
         try:
-            yield
+            with _Backwards(self):
+                yield
         finally:
             self._shared = self.kept = None
 
@@ -123,23 +130,13 @@ class ParameterLeaves:
         """Surrounds a split forward: every backward in it is user code's."""
         return _Pass(self, None)
 
-    @contextmanager
-    def input_gradient(self, key: Key) -> Iterator[None]:
+    def input_gradient(self, key: Key) -> AbstractContextManager[None]:
         """Surrounds the engine's I of ``key``.
 
         Backwards inside, such as those of recomputed blocks, belong to I unless they have ``inputs`` or
         ``create_graph``.
         """
-        handles = [
-            parameter.register_hook(partial(self._watched, name)) for name, parameter in self._watched_in(key).items()
-        ]
-        try:
-            with _Pass(self, key):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._switches.pop(key, None)
+        return _InputGradient(self, key)
 
     @contextmanager
     def without_graph(self, parameters: Collection[int], refusal: str) -> Iterator[None]:
@@ -235,33 +232,76 @@ class _Deferring:
             switch(self._outer is not None)
 
 
-# Whose passes run now, each with its thread.
-_running: list[tuple[int, ParameterLeaves]] = []
+# Leaves that see backwards, each with its thread.
+_seeing: list[tuple[int, ParameterLeaves]] = []
 _lock = threading.Lock()
 
 
-class _Pass(_Deferring):
-    """Lets leaves run every backward of the process while a pass runs.
+class _Backwards:
+    """Lets leaves see every backward of the process; they run those in their passes.
 
     torch has no public way to see them: what is replaced is what autograd.grad, autograd.backward and Tensor.backward
     all call, however they were imported.
     """
 
-    __slots__ = ("_entry",)
+    def __init__(self, leaves: ParameterLeaves) -> None:
+        self._leaves = leaves
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        self._entry, self._outer = (thread, self._leaves), self._leaves._thread
+        self._leaves._thread = thread
+        with _lock:
+            _seeing.append(self._entry)
+            torch.autograd._engine_run_backward = _run_backward
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves._thread = self._outer
+        with _lock:
+            _seeing.remove(self._entry)
+            if not _seeing:
+                torch.autograd._engine_run_backward = engine
+
+
+class _Pass(_Deferring):
+    """Lets leaves run every backward of its thread while a pass runs."""
+
+    __slots__ = ("_backwards",)
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._entry = (threading.get_ident(), self._leaves)
-        with _lock:
-            _running.append(self._entry)
-            torch.autograd._engine_run_backward = _run_backward
+        self._leaves._passes += 1
+        self._backwards: _Backwards | None = None
+        if self._leaves._thread != threading.get_ident():
+            self._backwards = _Backwards(self._leaves)
+            self._backwards.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        with _lock:
-            _running.remove(self._entry)
-            if not _running:
-                torch.autograd._engine_run_backward = engine
+        if self._backwards is not None:
+            self._backwards.__exit__(*error)
+        self._leaves._passes -= 1
         super().__exit__(*error)
+
+
+class _InputGradient(_Pass):
+    """Watches hooks while the I of a key runs, which is the last to switch."""
+
+    __slots__ = ("_handles",)
+
+    def __enter__(self) -> None:
+        assert self._key is not None
+        watched = self._leaves._watched_in(self._key)
+        self._handles = [
+            parameter.register_hook(partial(self._leaves._watched, name)) for name, parameter in watched.items()
+        ]
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        if self._key is not None:
+            self._leaves._switches.pop(self._key, None)
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -270,9 +310,9 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     A device's backward has threads of autograd's own, which run for the passes of any thread. A thread of Python's
     without passes has nothing to do with those of others.
     """
-    running, thread = list(_running), threading.get_ident()
-    own = [leaves for owner, leaves in running if owner == thread]
-    if not own and isinstance(threading.current_thread(), threading._DummyThread):
+    running = [(thread, leaves) for thread, leaves in list(_seeing) if leaves._passes]
+    own = [leaves for thread, leaves in running if thread == threading.get_ident()]
+    if running and not own and isinstance(threading.current_thread(), threading._DummyThread):
         own = [leaves for _, leaves in running]
     return own[-1].run_backward(*args, **kwargs) if own else engine(*args, **kwargs)
 

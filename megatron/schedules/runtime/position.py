@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.schedules.programs.program import SENDS, Instruction, Program, computes
+from megatron.schedules.programs.program import SENDS, Instruction, Op, Program, computes
+from megatron.schedules.schedule.kinds import Kind
+
+# Steps that the device takes part in. A send may make it wait for an earlier one.
+_ON_DEVICE = frozenset(op for op in (*Kind, *Op) if computes(op) or op in SENDS)
 
 
 class End(Enum):
@@ -97,7 +101,7 @@ class PositionTracker:
         """The step has received what it needs from other ranks; on a GPU this holds for what the stream does next."""
         left = self.host
         assert left is not None
-        self.host = left._replace(arrived=True)
+        self.host = Position(left.program, left.step, arrived=True)
         if self._mark is not None:
             self._leave(left)
 
@@ -114,8 +118,8 @@ class PositionTracker:
         """Marks where the device leaves ``position``, if the device computes there; drops marks that it has passed."""
         if self._mark is None or position is None:
             return
-        # A send may make the device wait for an earlier one.
-        if isinstance(position.step, End) or computes(position.step.action.op) or position.step.action.op in SENDS:
+        step = position.step
+        if isinstance(step, End) or step.action.op in _ON_DEVICE:
             self._ahead.append((position, self._mark()))
             while self._ahead and self._ahead[0][1].query():
                 self._ahead.popleft()

@@ -65,27 +65,12 @@ class WeightGradients:
 
         A backward in it is user code's, and defers nothing.
         """
-        return self._open((stage, microbatch), self.leaves.forward())
+        return _Split(self, (stage, microbatch), self.leaves.forward())
 
-    @contextmanager
-    def input_gradient(self, stage: int, microbatch: int) -> Iterator[None]:
+    def input_gradient(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Works like :meth:`split` for the engine's I, which defers."""
-        key = (stage, microbatch)
-        with self._open(key, self.leaves.input_gradient(key)):
-            yield
-            self._settle_newest(self._queue(key))
-            for parameter, gradient in self.leaves.arrived(key):
-                self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
-
-    @contextmanager
-    def _open(self, key: Key, backwards: AbstractContextManager[None]) -> Iterator[None]:
-        outer, self._current = self._current, key
-        self._waiting.setdefault(key, deque())
-        try:
-            with backwards:
-                yield
-        finally:
-            self._current = outer
+        key = stage, microbatch
+        return _InputGradient(self, key, self.leaves.input_gradient(key))
 
     def defers(self, key: Key) -> bool:
         """Returns whether the backward that runs now is the engine's I of ``key``, and no backward of user code."""
@@ -119,14 +104,16 @@ class WeightGradients:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
         queue = self._queue(key)
-        self._settle_newest(queue)
         if settle is not None and self._adding is None:
             waiting = (each for others in self._waiting.values() for each in others if not each.computed)
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
-        self._communicates |= prefetch is not None
+        if prefetch is not None:
+            self._communicates = True
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
-        self._count(item, 1)
+        if self._adding is not None:
+            self._settle_newest(queue)
+            self._count(item, 1)
         queue.append(item)
 
     def kept(self, operand: Any) -> Any:
@@ -153,10 +140,15 @@ class WeightGradients:
         if queue and queue[-1].settle(ahead):
             self._count(queue[-1], -1)
 
+    def _end_input_gradient(self, key: Key) -> None:
+        self._settle_newest(self._queue(key))
+        for parameter, gradient in self.leaves.arrived(key):
+            self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
+
     def _count(self, item: DeferredGradient, change: int) -> None:
-        if self._adding is not None:
-            for parameter in item.parameters:
-                self._adding[id(parameter)] += change
+        assert self._adding is not None
+        for parameter in item.parameters:
+            self._adding[id(parameter)] += change
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Starts the first communication of a coming :meth:`run`; may be left out.
@@ -271,7 +263,7 @@ class WeightGradients:
         return self._take(item)
 
     def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
-        if not item.computed:
+        if self._adding is not None and not item.computed:
             self._count(item, -1)
         item.check_versions()
         gradients = item.closure()
@@ -286,6 +278,44 @@ class WeightGradients:
                 f"no split backward is open for stage {key[0]}, microbatch {key[1]}: "
                 "its forward was not under split(), or its W has already run"
             ) from None
+
+
+class _Split:
+    """Makes a key current; ``backwards`` says who runs the backwards meanwhile.
+
+    A class, as contexts of functions take the host twice as long.
+    """
+
+    __slots__ = ("_backwards", "_key", "_outer", "_store")
+
+    def __init__(self, store: WeightGradients, key: Key, backwards: AbstractContextManager[None]) -> None:
+        self._store, self._key, self._backwards = store, key, backwards
+
+    def __enter__(self) -> None:
+        store, key = self._store, self._key
+        self._backwards.__enter__()
+        self._outer, store._current = store._current, key
+        if key not in store._waiting:
+            store._waiting[key] = deque()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._backwards.__exit__(*error)
+        finally:
+            self._store._current = self._outer
+
+
+class _InputGradient(_Split):
+    """Also defers what I has left in leaves."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        try:
+            if kind is None:
+                self._store._end_input_gradient(self._key)
+        finally:
+            super().__exit__(kind, *error)
 
 
 def _prefetch_first(queue: deque[DeferredGradient]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ Uses = tuple[tuple[Tensor, ...], ...]
 """The parameters of each closure of a queue."""
 
 
+# Bytes of the parameters that a node leads to, if it has several closures. The node's gradients are in memory together.
+_TOGETHER = 2**24
+
+
 class WeightGraph:
     """A backward that computes the gradients of a queue's closures, one closure after another.
 
-    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So each
-    gradient is accumulated, and its parameter's hooks run, before the next one is computed. Where closures share a
-    parameter autograd adds up their gradients, and its hooks fire once. Gradients are cast to the parameter's dtype.
+    A node leads to the parameters of a closure, or of several small ones, and to the next node, and autograd visits
+    parameters first. So a node's gradients are accumulated, and their parameters' hooks run, before the next node's are
+    computed. Each node takes the host time. Where closures share a parameter autograd adds up their gradients, and its
+    hooks fire once. Gradients are cast to the parameter's dtype.
 
     Args:
         uses: the parameters of each closure, in order.
@@ -33,8 +39,9 @@ class WeightGraph:
         device = next((parameter.device for parameters in uses for parameter in parameters), None)
         start = following = torch.empty(0, device=device, requires_grad=True)
         with torch.enable_grad():
-            for parameters in reversed(uses):
-                following = _Node.apply(self._compute, following, *parameters)
+            for together in reversed(_small_together(uses)):
+                counts = [len(parameters) for parameters in together]
+                following = _Node.apply(self._compute, counts, following, *chain(*together))
         self._first, self._nothing = (following,), (start.detach(),)
 
     def run(self, compute: Closure) -> None:
@@ -46,15 +53,32 @@ class WeightGraph:
             self._compute.pop()
 
 
+def _small_together(uses: Uses) -> list[list[tuple[Tensor, ...]]]:
+    """Returns the parameters of the closures of each node."""
+    nodes: list[list[tuple[Tensor, ...]]] = []
+    left = 0
+    for parameters in uses:
+        size = sum(parameter.nbytes for parameter in parameters)
+        if not nodes or size > left:
+            nodes.append([])
+            left = _TOGETHER
+        left -= size
+        nodes[-1].append(parameters)
+    return nodes
+
+
 class _Node(torch.autograd.Function):
-    """An empty output of a closure's parameters and of the node that follows, which gets no gradient."""
+    """An empty output of closures' parameters and of the node that follows, which gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, compute: list[Closure], following: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.compute = compute
+    def forward(ctx: Any, compute: list[Closure], counts: list[int], following: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.compute, ctx.counts = compute, counts
         ctx.set_materialize_grads(False)
         return following.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.compute[-1]() or ())
+        compute, gradients = ctx.compute[-1], list[Tensor | None]()
+        for count in ctx.counts:
+            gradients += compute() or (None,) * count
+        return None, None, None, *gradients

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
 from megatron.schedules.runtime.deferred_gradient import Replayed
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from megatron.core import parallel_state
@@ -34,6 +36,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self.virtual_pipeline_model_parallel_size = placement.chunks
         self.layout = [[by_stage[s] for s in placement.stages_of(rank)] for rank in range(placement.ranks)]
         self.flatten_layout = [layer for stage in by_stage for layer in stage]
+        # By stage, the layers before it: each forward of a layer asks.
+        self._before = [Counter(chain(*by_stage[:stage])) for stage in range(placement.stages)]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
         """Runs stock's checks; returns False: prediction layers are always with the output layer."""
@@ -49,9 +53,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         """Returns how many layers of ``layer_type`` come before chunk ``vp_stage`` of rank ``pp_rank`` in the model."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = self.placement.stages_of(pp_rank)[vp_stage or 0]
-        before = (self.of_stage(s) for s in range(stage))
-        return sum(layers.count(layer_type) for layers in before)
+        return self._before[self.placement.stages_of(pp_rank)[vp_stage or 0]][layer_type]
 
     def of_stage(self, stage: int) -> list[LayerType]:
         """Returns the layers of a stage."""

@@ -16,9 +16,14 @@ from torch import Tensor
 from megatron.schedules.integration.vocabulary.parts import parts_of
 
 
-def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """Returns the embedding's weight in the first and in the last chunk of ``model``; None unless both have it."""
-    parts = parts_of(model)
+def copies(
+    model: Sequence[torch.nn.Module], *, shares_vocabulary: bool = True
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """Returns the embedding's weight in the first and in the last chunk of ``model``; None unless both have it.
+
+    Without ``shares_vocabulary`` there are no parts of tables to look for, which takes long in a large model.
+    """
+    parts = parts_of(model) if shares_vocabulary else None
     if parts is not None:
         return (parts.embedding.weight, parts.output.weight) if parts.output.tied else None
     if len(model) < 2:
@@ -39,12 +44,12 @@ def start_equal(model: Sequence[torch.nn.Module]) -> None:
         last.data.copy_(first.data)
 
 
-def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
+def sum_gradients(model: Sequence[torch.nn.Module], *, shares_vocabulary: bool) -> None:
     """Gives both copies the sum of their gradients, after stock has reduced each over the data-parallel ranks.
 
     Stock puts shared embeddings in buckets of their own, so each rank's shard of the two copies is the same slice.
     """
-    pair = copies(model)
+    pair = copies(model, shares_vocabulary=shares_vocabulary)
     if pair is not None and pair[0].requires_grad:
         first, last = map(_gradient, pair)
         first.add_(last)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,10 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.integration.linears.fused_accumulation import add_to_main_grad, fused_gradient
 from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.function_modes import without_modes
+from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 # Why a linear's weight gradient is computed in I.
@@ -50,8 +51,11 @@ _DEFAULTS = {
     for parameter in inspect.signature(stock.linear_with_grad_accumulation_and_async_allreduce).parameters.values()
     if parameter.default is not parameter.empty
 }
-_INPUT = 1 + _PARAMETERS.index("input")
-_in_order = itemgetter(*_PARAMETERS)
+# Behind the input, the weight and the bias.
+_SETTINGS = 3
+_Settings = tuple[tuple[Any, ...], dict[str, Any]]
+# Of the input in the split Function.
+_INPUT = 2
 _UNCHANGED = nullcontext()
 
 
@@ -136,37 +140,50 @@ class _ForwardImpl:
         self.splits = splits
         self.whole_because: str | None = None
 
-    def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        key = self._store.current
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if torch.is_grad_enabled():
-            split = self._split(key, input, weight, *args, **kwargs) if self.splits and key is not None else None
-            if split is not None:
-                return split
+            key = self._store.current
+            if self.splits and key is not None:
+                with without_modes():
+                    use = self._use(key, weight, bias, (args, kwargs))
+                if use is not None:
+                    split: Tensor = _SplitLinear.apply(use, key, input, *use.leaves)
+                    return split
             fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
             if fuses and self._store.hooked and hasattr(weight, "main_grad"):
                 weight = _hookable(weight)
-        whole: Tensor = self._stocks(input, weight, *args, **kwargs)
+        whole: Tensor = self._stocks(input, weight, bias, *args, **kwargs)
         return whole
 
-    def _split(self, key: Key, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
-        given = _DEFAULTS | dict(zip(_PARAMETERS, args, strict=False)) | kwargs
-        weight, bias, leaves = given["weight"], given["bias"], self._store.leaves
-        with without_modes():
-            self.whole_because = _why_whole(weight, bias, given)
-            if self.whole_because is not None:
-                return None
-            given["weight"] = leaf = leaves.add(key, weight).leaf
-            trained = bias if bias is not None and bias.requires_grad else None
-            if trained is not None:
-                given["bias"] = leaves.add(key, trained).leaf
-        if given["gradient_accumulation_fusion"] and hasattr(weight, "main_grad"):
-            leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
+    def _use(self, key: Key, weight: Tensor, bias: Tensor | None, settings: _Settings) -> _Use | None:
+        """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
+        leaves = self._store.leaves
+        earlier: _Use | None = None if leaves.kept is None else leaves.kept.get(id(self))
+        if earlier is not None and earlier.is_of(weight, bias, settings):
+            leaves.add_again(key, earlier.stand_ins)
+            return earlier
+        args, kwargs = settings
+        given = _DEFAULTS | dict(zip(_PARAMETERS[_SETTINGS:], args, strict=False)) | kwargs
+        self.whole_because = _why_whole(weight, bias, given)
+        if self.whole_because is not None:
+            return None
+        trained = bias if bias is not None and bias.requires_grad else None
+        stand_ins = tuple(leaves.add(key, each) for each in (weight, trained) if each is not None)
+        leaf: Any = stand_ins[0].leaf
+        main_grad = getattr(weight, "main_grad", None) if given["gradient_accumulation_fusion"] else None
+        if main_grad is not None:
+            leaf.main_grad = main_grad
         if given["tp_group"] is None:
             given["tp_group"] = get_tensor_model_parallel_group_if_none(None)
-        call = _Call(self._store, key, weight, trained, self._row_parallel, self._gathered_over)
-        return _SplitLinear.apply(call, *_in_order(given))
+        given |= {"weight": leaf, "bias": bias if trained is None else stand_ins[1].leaf}
+        in_order = tuple(given[name] for name in _PARAMETERS[1:])
+        parallel = self._row_parallel, self._gathered_over
+        leaves_of = tuple(each.leaf for each in stand_ins)
+        use = _Use(self._store, stand_ins, leaves_of, bias, main_grad, settings, in_order, *parallel)
+        if leaves.kept is not None:
+            leaves.kept[id(self)] = use
+        return use
 
 
 def _why_whole(weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> str | None:
@@ -215,24 +232,40 @@ def _scattered_over(linear: Any) -> ProcessGroup | None:
     return linear.tp_group if scatters and not linear.explicit_expert_comm and linear.tp_group.size() > 1 else None
 
 
-class _Call(NamedTuple):
-    """Tensors that one use of a linear passes from its forward to its I and W, besides what stock's Function keeps.
+class _Use(NamedTuple):
+    """How the forwards of one call of the schedule use a linear, for their I and W.
 
-    ``bias`` is None if there is none to train. ``gathered_over`` are the ranks whose rows of the output's gradient are
-    gathered before the linear's backward.
+    Args:
+        store: of the schedule.
+        stand_ins: of the trained parameters: the weight, and perhaps the bias.
+        leaves: theirs.
+        bias: of the product, trained or not.
+        main_grad: what products add to; None without gradient accumulation fusion.
+        settings: further arguments of stock's linear.
+        given: arguments of stock's Function behind the input.
+        row_parallel: whether the linear is.
+        gathered_over: ranks whose rows of the output's gradient are gathered before the linear's backward.
     """
 
     store: WeightGradients
-    key: Key
-    weight: Tensor
+    stand_ins: tuple[StandIn, ...]
+    leaves: tuple[Tensor, ...]
     bias: Tensor | None
+    main_grad: Tensor | None
+    settings: _Settings
+    given: tuple[Any, ...]
     row_parallel: bool
     gathered_over: ProcessGroup | None
 
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Those that W gives gradients to."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+    def is_of(self, weight: Tensor, bias: Tensor | None, settings: _Settings) -> bool:
+        """Returns whether another forward uses the same memory in the same way."""
+        return (
+            weight is self.stand_ins[0].parameter
+            and bias is self.bias
+            and settings == self.settings
+            and all(each.parameter.requires_grad and each.in_place() for each in self.stand_ins)
+            and (self.main_grad is None or weight.main_grad is self.main_grad)  # type: ignore[attr-defined]
+        )
 
 
 class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
@@ -243,39 +276,49 @@ class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *given: Any) -> Tensor:
-        ctx.call = call
-        output: Tensor = _Whole.forward(ctx, *given)
+    def forward(ctx: Any, use: _Use, key: Key, input: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.use, ctx.key = use, key
+        output: Tensor = _Whole.forward(ctx, input, *use.given)
         return output
 
     @staticmethod
-    @stock.custom_bwd
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        if not call.store.defers(call.key):
-            return None, *_whole_backward(ctx, grad_output)
-        with without_modes():
-            input, weight = ctx.saved_tensors
-            grad_input = None
-            if ctx.needs_input_grad[_INPUT]:
-                # This rank's own gradient must stay allocated until it is reduced.
-                own = grad_output.matmul(weight)
-                grad_input, reducing = _reduced(own, input, ctx)
-                if reducing is not None:
-                    call.store.compute_ahead(call.key)
-                    reducing.wait()
-            # Detached, or the graph in front of the linear would stay until W.
-            work = _WeightGradient(ctx, call.store.kept(input.detach()), call.store.kept(grad_output))
-            defer(call.store, call.key, work, work, call.parameters)
-        return None, grad_input, *(None,) * (len(_PARAMETERS) - 1)
+        if not ctx.use.store.defers(ctx.key):
+            return None, None, *_whole_backward(ctx, grad_output)
+        # Autocast takes as long as all else that I does here.
+        autocast = torch.is_autocast_enabled("cuda") or getattr(ctx, "_fwd_used_autocast", True)
+        grad_input = (_in_forwards_autocast if autocast else _input_gradient)(ctx, grad_output)
+        return (None, None, grad_input, None) if len(ctx.use.leaves) == 1 else (None, None, grad_input, None, None)
+
+
+def _input_gradient(ctx: Any, grad_output: Tensor) -> Tensor | None:
+    """I of one use of a linear: returns the input's gradient, if needed, and defers W."""
+    use: _Use = ctx.use
+    with without_modes():
+        input, weight = ctx.saved_tensors
+        grad_input = None
+        if ctx.needs_input_grad[_INPUT]:
+            # This rank's own gradient must stay allocated until it is reduced.
+            own = grad_output.matmul(weight)
+            grad_input, reducing = _reduced(own, input, ctx)
+            if reducing is not None:
+                use.store.compute_ahead(ctx.key)
+                reducing.wait()
+        # Detached, or the graph in front of the linear would stay until W.
+        work = _WeightGradient(ctx, use.store.kept(input.detach()), use.store.kept(grad_output))
+        defer(use.store, ctx.key, work, work, work.parameters)
+    return grad_input
+
+
+_in_forwards_autocast = stock.custom_bwd(_input_gradient)
 
 
 def _whole_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Stock's backward of a leaf's product, in which the weight's hooks run as without a leaf."""
-    grad_input, grad_weight, *others = _Whole.backward(ctx, grad_output)
+    grad_input, grad_weight, grad_bias, *_ = _Whole.backward(ctx, grad_output)
     if grad_weight is None and ctx.gradient_accumulation_fusion:
-        grad_weight = fused_gradient(ctx.call.weight, grad_output.dtype)
-    return grad_input, grad_weight, *others
+        grad_weight = fused_gradient(ctx.use.stand_ins[0].parameter, grad_output.dtype)
+    return (grad_input, grad_weight, grad_bias)[: 1 + len(ctx.use.leaves)]
 
 
 def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
@@ -296,30 +339,30 @@ class _WeightGradient(Product):
     """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
-        call: _Call = ctx.call
-        self._call, fuses = call, bool(ctx.gradient_accumulation_fusion)
+        use: _Use = ctx.use
+        self.parameters, fuses = [each.parameter for each in use.stand_ins], bool(ctx.gradient_accumulation_fusion)
         self._dtype = input.dtype if fuses else None
-        # This runs inside backward, where custom_bwd has restored the forward's autocast state.
+        # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         super().__init__(
             self._gradients,
             input,
             grad_output,
             over=ctx.tp_group if ctx.sequence_parallel else None,
-            gathered_over=call.gathered_over,
-            ahead=call.row_parallel and fuses,
+            gathered_over=use.gathered_over,
+            ahead=use.row_parallel and fuses,
         )
 
     def _gradients(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
-        call = self._call
+        weight, *trained_bias = self.parameters
         with without_modes(), self._as_in_forward():
             # As stock does, for the same bits: contiguous, and in two dimensions.
             input, grad_output = input.contiguous().flatten(0, -2), grad_output.contiguous().flatten(0, -2)
             if self._dtype is not None:
-                add_to_main_grad(call.weight, input, grad_output)
+                add_to_main_grad(weight, input, grad_output)
             gradients = [None if self._dtype is not None else grad_output.t().matmul(input)]
-            if call.bias is not None:
+            if trained_bias:
                 gradients.append(grad_output.sum(dim=0))
         return gradients
 
@@ -330,35 +373,7 @@ class _WeightGradient(Product):
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
 
     def __call__(self) -> list[Tensor | None]:
-        gradient, *others = self.result()
+        gradients: list[Tensor | None] = self.result()
         if self._dtype is not None:
-            gradient = fused_gradient(self._call.weight, self._dtype)
-        return [gradient, *others]
-
-
-def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
-    """Adds the weight gradient to ``weight.main_grad`` inside the product (gradient accumulation fusion)."""
-    kernels = stock.fused_weight_gradient_mlp_cuda
-    main_grad = weight.main_grad
-    if main_grad.dtype == torch.float32:
-        kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
-    elif main_grad.dtype in (torch.float16, torch.bfloat16):
-        kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
-    else:
-        raise RuntimeError(f"gradient accumulation fusion cannot add to a main_grad of {main_grad.dtype}")
-
-
-def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """Returns what stock's backward gives autograd for a weight whose gradient is already in ``main_grad``.
-
-    Under Megatron's data parallelism this is a tensor of ``dtype`` that only fires the hooks; it is zero if
-    ``zero_out_wgrad`` adds it. Otherwise it is None.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    shape, zero = weight.main_grad.shape, getattr(weight, "zero_out_wgrad", False)
-    if stock.HAVE_TE:
-        return stock.get_dummy_wgrad(list(shape), dtype, zero=zero)
-    make = torch.zeros if zero else torch.empty
-    return make(shape, dtype=dtype, device=weight.main_grad.device)
+            gradients[0] = fused_gradient(self.parameters[0], self._dtype)
+        return gradients

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
-from megatron.schedules.integration.linears.local import FSDP, fused_gradient
+from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
+from megatron.schedules.integration.linears.local import FSDP
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, StandIn
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 MARKS = {
     "overwrite_main_grad": "weight whose gradient is overwritten",
@@ -71,14 +73,21 @@ class Leaves(NamedTuple):
     Args:
         stand_ins: the weights with their leaves, by name.
         leaves: by name.
+        weights: all.
         listener: hears of them as long as this lives, or a graph that reaches them.
         accumulators: nodes of the leaves.
     """
 
     stand_ins: dict[str, StandIn]
     leaves: dict[str, Any]
+    weights: tuple[Tensor, ...]
     listener: Listener
     accumulators: Sequence[Any]
+
+    @property
+    def serve_again(self) -> bool:
+        """False if a weight is quantized: its numbers may lie elsewhere in another forward."""
+        return all(type(weight) is torch.nn.Parameter for weight in self.weights)
 
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
@@ -91,17 +100,8 @@ class Leaves(NamedTuple):
         return True
 
 
-def leaves_again(leaves: ParameterLeaves, key: Key, module: Any) -> Leaves | None:
-    """Returns the leaves of an earlier forward of ``module`` in this call of the schedule, if they serve again."""
-    found: Leaves | None = None if leaves.kept is None else leaves.kept.get(id(module))
-    if found is None or not found.are_of(module):
-        return None
-    leaves.add_again(key, found.stand_ins.values())
-    return found
-
-
 def new_leaves(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
-    """Returns leaves of ``module`` in the forward of ``key``, which serve again unless a weight is quantized."""
+    """Returns leaves of ``module`` in the forward of ``key``."""
     listener, accumulators = Listener(module), list[Any]()
     stand_ins = {name: leaves.add(key, weight, te_operands.leaf_of(weight)) for name, weight in weights.items()}
     for weight, leaf, _ in stand_ins.values():
@@ -110,7 +110,40 @@ def new_leaves(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
         accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
         accumulators[-1].register_hook(partial(listener.arrived, leaf, weight))
-    made = Leaves(stand_ins, {name: each.leaf for name, each in stand_ins.items()}, listener, accumulators)
-    if leaves.kept is not None and all(type(weight) is torch.nn.Parameter for weight in weights.values()):
-        leaves.kept[id(module)] = made
-    return made
+    by_name = {name: each.leaf for name, each in stand_ins.items()}
+    return Leaves(stand_ins, by_name, tuple(weights.values()), listener, accumulators)
+
+
+class Use(NamedTuple):
+    """How the forwards of one call of the schedule use a linear, for their I and W.
+
+    Args:
+        module: the linear.
+        store: of the schedule.
+        leaves: of the weights.
+        fused: whether products add to ``main_grad``.
+        column_parallel, row_parallel: whether the linear is, on several ranks.
+        input_over: ranks over which the backward gathers the rows of the input, if it does.
+        gradient_over: those of the output's gradient.
+        gradient_in_buffer: whether the output's gradient is gathered in a userbuffer.
+    """
+
+    module: Any
+    store: WeightGradients
+    leaves: Leaves
+    fused: bool
+    column_parallel: bool
+    row_parallel: bool
+    input_over: Any
+    gradient_over: Any
+    gradient_in_buffer: bool
+
+
+def use_of(module: Any, store: WeightGradients, leaves: Leaves) -> Use:
+    """Returns how ``module`` is used with these leaves."""
+    parallel = module.parallel_mode if module.tp_size > 1 else None
+    column, row = parallel == "column", parallel == "row"
+    over = module.tp_group if module.sequence_parallel else None
+    in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
+    fused: bool = module.fuse_wgrad_accumulation
+    return Use(module, store, leaves, fused, column, row, over if column else None, over if row else None, in_buffer)

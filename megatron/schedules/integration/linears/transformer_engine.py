@@ -40,11 +40,10 @@ Based on Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-cor
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,9 +51,10 @@ from torch import Tensor
 
 from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_version
 from megatron.schedules.integration.linears import te_operands
-from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, fused_gradient, output_layers
-from megatron.schedules.integration.linears.products import Product, defer, part_of
-from megatron.schedules.integration.linears.te_leaves import MARKS, Leaves, leaves_again, new_leaves
+from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, output_layers
+from megatron.schedules.integration.linears.products import defer
+from megatron.schedules.integration.linears.te_leaves import MARKS, Use, new_leaves, use_of
+from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
@@ -147,20 +147,30 @@ class _Forward:
             return whole(module, *args, **kwargs)
         # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
         adding = _adding if getattr(module, "is_first_microbatch", True) else _as_it_is
-        if key is None:
+        biases = _biases(module)
+        use = None if key is None else self._use(key, biases)
+        if use is None or key is None:
             return adding(whole(module, *args, **kwargs))
-        leaves, biases = leaves_again(self._store.leaves, key, module), _biases(module)
-        if leaves is None:
-            weights = _weights(module)
-            self.whole_because = self._never_split or _why_whole(weights, biases)
-            if self.whole_because is not None:
-                return adding(whole(module, *args, **kwargs))
-            leaves = new_leaves(self._store.leaves, key, module, weights)
-        call = _Call(module, self._store, key, leaves, biases)
-        output = call.forward(module, whole, *args, **kwargs)
-        if call.input_over is not None:
+        output = _Call(use, key, biases).forward(whole, args, kwargs)
+        if use.input_over is not None:
             self._store.leaves.switch(key, _InputInParts(output))
         return adding(output)
+
+    def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
+        """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
+        leaves, module = self._store.leaves, self._module
+        earlier: Use | None = None if leaves.kept is None else leaves.kept.get(id(self))
+        if earlier is not None and earlier.leaves.are_of(module):
+            leaves.add_again(key, earlier.leaves.stand_ins.values())
+            return earlier
+        weights = _weights(module)
+        self.whole_because = self._never_split or _why_whole(weights, biases)
+        if self.whole_because is not None:
+            return None
+        use = use_of(module, self._store, new_leaves(leaves, key, module, weights))
+        if leaves.kept is not None and use.leaves.serve_again:
+            leaves.kept[id(self)] = use
+        return use
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
@@ -251,34 +261,24 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
 class _Call:
     """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
-    def __init__(
-        self, module: Any, store: WeightGradients, key: Key, leaves: Leaves, biases: dict[str, Tensor]
-    ) -> None:
-        self.weights, self.biases = [each.parameter for each in leaves.stand_ins.values()], biases
-        self.fused: bool = module.fuse_wgrad_accumulation
-        self._listener = leaves.listener
-        # Those of biases are of this call alone: W itself looks for their gradients, which are there in I for some
-        # operands.
-        self.leaves = leaves.leaves | {
-            name: store.leaves.add(key, bias, te_operands.leaf_of(bias), collected=False).leaf
-            for name, bias in biases.items()
-        }
-        parallel = module.parallel_mode if module.tp_size > 1 else None
-        self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
-        # Ranks over which the backward gathers the rows of the input or of the output's gradient.
-        gathers = module.sequence_parallel
-        self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
-        self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
-        # Whether the output's gradient is gathered in a userbuffer.
-        self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
-        self.store, self._key = store, key
+    __slots__ = ("_deferred", "_in_forward", "_key", "biases", "leaves", "use")
+
+    def __init__(self, use: Use, key: Key, biases: dict[str, Tensor]) -> None:
+        self.use, self._key, self.biases = use, key, biases
+        self.leaves: dict[str, Any] = use.leaves.leaves
+        if biases:
+            # Of this call alone: W itself looks for their gradients, which are there in I for some operands.
+            add = partial(use.store.leaves.add, key, collected=False)
+            own = {name: add(bias, te_operands.leaf_of(bias)).leaf for name, bias in biases.items()}
+            self.leaves = self.leaves | own
         self._in_forward = self._deferred = False
 
-    def forward(self, module: torch.nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns ``whole(module, *args, **kwargs)``, in which the module has these leaves and this store.
+    def forward(self, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns what ``whole`` does with the module, which has these leaves and this store.
 
         They are instance attributes meanwhile, in place of its own. Nothing overlaps in bulk.
         """
+        module = self.use.module
         own = module.__dict__
         kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
         own.update(dict.fromkeys(kept, False) | self.leaves, wgrad_store=self)
@@ -295,103 +295,18 @@ class _Call:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
         if self._in_forward:
             return True
-        defers = self.store.defers(self._key)
-        self._listener.asked(id(self), defers=defers, done=self._deferred)
+        defers = self.use.store.defers(self._key)
+        self.use.leaves.listener.asked(id(self), defers=defers, done=self._deferred)
         return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """Receives the deferred weight gradient from Transformer Engine's backward.
-
-        Args:
-            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out). For ``GroupedLinear`` a
-                list of each, one tensor per expert, and the list of the weight gradients to write.
-            func: computes from them the weight gradient and the bias gradient, and may return more. For
-                ``GroupedLinear`` the first is empty, and the second a list.
-        """
-        if self.column_parallel:
+        """Receives the deferred weight gradient from Transformer Engine's backward: see :class:`.WeightGradient`."""
+        use = self.use
+        if use.column_parallel:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
-            self.store.compute_ahead(self._key)
-        work = _WeightGradient(self, tensor_list, func)
+            use.store.compute_ahead(self._key)
+        work = WeightGradient(use, {name: self.leaves[name] for name in self.biases}, tensor_list, func)
         self._deferred = True
-        self._listener.deferred(id(self))
-        parameters = [*self.weights, *self.biases.values()]
-        defer(self.store, self._key, work.product, work, parameters)
-
-
-def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
-    """Returns this rank's part of ``input`` and the ranks to gather it from; None if it stays gathered.
-
-    The number of rows decides.
-    """
-    rows, whole = (math.prod(operand.size()[:-1]) for operand in (input, grad_output))
-    if rows * group.size() == whole:
-        return input, group
-    if rows == whole:
-        return (part_of(input, group), group) if type(input) is Tensor else (input, None)
-    raise RuntimeError(
-        f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
-        f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
-        "splitting its backward was written for; use --transformer-impl local, or a schedule that does not split it"
-    )
-
-
-class _WeightGradient:
-    """W of one use of a linear: the closure that waits in the store."""
-
-    def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        self._call, self._func = call, func
-        input, grad_output, *outputs = tensor_list
-        input, grad_output = call.store.kept(input), call.store.kept(grad_output)
-        self._outputs: list[Tensor] | None = outputs[0] if outputs else None
-        self._shapes: list[tuple[Any, ...]] = []
-        if self._outputs and not call.fused:
-            # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
-            self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
-            self._outputs = []
-        single, over = not outputs, None
-        if single and call.input_over is not None:
-            input, over = _part_of(input, grad_output, call.input_over)
-        plain, ahead = type(grad_output) is Tensor, single and call.fused and call.row_parallel
-        te_operands.keep_columns(grad_output)
-        if call.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
-            grad_output = te_operands.out_of_buffers(grad_output)
-        if over is None or te_operands.gathered_by_columns(input):
-            te_operands.keep_columns(input)
-        else:
-            te_operands.keep_rows(input)
-        self.product = Product(
-            self._compute,
-            input,
-            grad_output,
-            over=over,
-            gathered_over=call.gradient_over if single and plain else None,
-            ahead=ahead,
-            gather=te_operands.gather,
-        )
-
-    def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Returns the gradients of the weights, and of the biases that are computed here."""
-        func = self._func
-        del self._func  # it references the backward that it comes from
-        te_operands.keep_columns(input)  # may have been gathered by rows
-        if self._outputs is None:
-            weight_gradient, bias_gradient, *_ = func(input, grad_output)
-            return [weight_gradient], [bias_gradient]
-        gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
-        _, bias_gradients, *_ = func(input, grad_output, gradients)
-        return gradients, bias_gradients
-
-    def __call__(self) -> list[Tensor | None]:
-        call = self._call
-        gradients, bias_gradients = self.product.result()
-        if call.fused:
-            gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights]
-        return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
-
-    def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
-        """Returns the gradient from I, or else the one from W, which is None or empty if I computed it."""
-        early: Tensor | None = self._call.leaves[name].grad
-        late = computed[int(name.removeprefix("bias") or 0)]
-        if early is None and late is not None and late.numel():
-            return late
-        return early
+        use.leaves.listener.deferred(id(self))
+        parameters = (*use.leaves.weights, *self.biases.values()) if self.biases else use.leaves.weights
+        defer(use.store, self._key, work.product, work, parameters)

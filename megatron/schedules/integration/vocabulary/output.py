@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers as stock
 from torch import Tensor
 
-from megatron.schedules.integration.linears.local import add_to_main_grad, fused_gradient
+from megatron.schedules.integration.linears.fused_accumulation import add_to_main_grad, fused_gradient
 from megatron.schedules.integration.vocabulary import arithmetic
 from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
 from megatron.schedules.integration.vocabulary.parts import OutputPart

@@ -1,0 +1,105 @@
+"""W of one use of a Transformer Engine linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.integration.gpu_libraries import te_version
+from megatron.schedules.integration.linears import te_operands
+from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
+from megatron.schedules.integration.linears.products import Product, part_of
+from megatron.schedules.integration.linears.te_leaves import Use
+
+
+def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
+    """Returns this rank's part of ``input`` and the ranks to gather it from; None if it stays gathered.
+
+    The number of rows decides.
+    """
+    rows, whole = (math.prod(operand.size()[:-1]) for operand in (input, grad_output))
+    if rows * group.size() == whole:
+        return input, group
+    if rows == whole:
+        return (part_of(input, group), group) if type(input) is Tensor else (input, None)
+    raise RuntimeError(
+        f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
+        f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
+        "splitting its backward was written for; use --transformer-impl local, or a schedule that does not split it"
+    )
+
+
+class WeightGradient:
+    """The closure that waits in the store.
+
+    Args:
+        use: of the linear.
+        biases: by name, leaves in place of the biases whose gradients are computed with those of the weights.
+        tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out). For ``GroupedLinear`` a list of
+            each, one tensor per expert, and the list of the weight gradients to write.
+        func: computes from them the weight gradient and the bias gradient, and may return more. For ``GroupedLinear``
+            the first is empty, and the second a list.
+    """
+
+    def __init__(
+        self, use: Use, biases: Mapping[str, Tensor], tensor_list: Sequence[Any], func: Callable[..., Any]
+    ) -> None:
+        self._use, self._biases, self._func = use, biases, func
+        input, grad_output, *outputs = tensor_list
+        input, grad_output = use.store.kept(input), use.store.kept(grad_output)
+        self._outputs: list[Tensor] | None = outputs[0] if outputs else None
+        self._shapes: list[tuple[Any, ...]] = []
+        if self._outputs and not use.fused:
+            # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
+            self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
+            self._outputs = []
+        single, over = not outputs, None
+        if single and use.input_over is not None:
+            input, over = _part_of(input, grad_output, use.input_over)
+        plain, ahead = type(grad_output) is Tensor, single and use.fused and use.row_parallel
+        te_operands.keep_columns(grad_output)
+        if use.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
+            grad_output = te_operands.out_of_buffers(grad_output)
+        if over is None or te_operands.gathered_by_columns(input):
+            te_operands.keep_columns(input)
+        else:
+            te_operands.keep_rows(input)
+        self.product = Product(
+            self._compute,
+            input,
+            grad_output,
+            over=over,
+            gathered_over=use.gradient_over if single and plain else None,
+            ahead=ahead,
+            gather=te_operands.gather,
+        )
+
+    def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Returns the gradients of the weights, and of the biases that are computed here."""
+        func = self._func
+        del self._func  # it references the backward that it comes from
+        te_operands.keep_columns(input)  # may have been gathered by rows
+        if self._outputs is None:
+            weight_gradient, bias_gradient, *_ = func(input, grad_output)
+            return [weight_gradient], [bias_gradient]
+        gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
+        _, bias_gradients, *_ = func(input, grad_output, gradients)
+        return gradients, bias_gradients
+
+    def __call__(self) -> list[Tensor | None]:
+        gradients, bias_gradients = self.product.result()
+        if self._use.fused:
+            gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.weights]
+        return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]
+
+    def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
+        """Returns the gradient from I, or else the one from W, which is None or empty if I computed it."""
+        early = self._biases[name].grad
+        late = computed[int(name.removeprefix("bias") or 0)]
+        if early is None and late is not None and late.numel():
+            return late
+        return early
