@@ -136,7 +136,7 @@ class ParameterLeaves:
         Backwards inside, such as those of recomputed blocks, belong to I unless they have ``inputs`` or
         ``create_graph``.
         """
-        return _InputGradient(self, key)
+        return _PassOfI(self, key)
 
     @contextmanager
     def without_graph(self, parameters: Collection[int], refusal: str) -> Iterator[None]:
@@ -283,7 +283,7 @@ class _Pass(_Deferring):
         super().__exit__(*error)
 
 
-class _InputGradient(_Pass):
+class _PassOfI(_Pass):
     """Watches hooks while the I of a key runs, which is the last to switch."""
 
     __slots__ = ("_handles",)
@@ -297,9 +297,11 @@ class _InputGradient(_Pass):
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        try:
+            super().__exit__(*error)
+        finally:
+            for handle in self._handles:
+                handle.remove()
         if self._key is not None:
             self._leaves._switches.pop(self._key, None)
 

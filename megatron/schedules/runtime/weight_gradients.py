@@ -65,12 +65,12 @@ class WeightGradients:
 
         A backward in it is user code's, and defers nothing.
         """
-        return _Split(self, (stage, microbatch), self.leaves.forward())
+        return _Opened(self, (stage, microbatch), self.leaves.forward())
 
     def input_gradient(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Works like :meth:`split` for the engine's I, which defers."""
         key = stage, microbatch
-        return _InputGradient(self, key, self.leaves.input_gradient(key))
+        return _OpenedByI(self, key, self.leaves.input_gradient(key))
 
     def defers(self, key: Key) -> bool:
         """Returns whether the backward that runs now is the engine's I of ``key``, and no backward of user code."""
@@ -109,10 +109,10 @@ class WeightGradients:
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
         if prefetch is not None:
             self._communicates = True
+        self._settle_newest(queue)
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
         if self._adding is not None:
-            self._settle_newest(queue)
             self._count(item, 1)
         queue.append(item)
 
@@ -137,7 +137,7 @@ class WeightGradients:
             self._settle_newest(queue, ahead=True)
 
     def _settle_newest(self, queue: deque[DeferredGradient], *, ahead: bool = False) -> None:
-        if queue and queue[-1].settle(ahead):
+        if queue and self._adding is not None and queue[-1].settle(ahead):
             self._count(queue[-1], -1)
 
     def _end_input_gradient(self, key: Key) -> None:
@@ -280,7 +280,7 @@ class WeightGradients:
             ) from None
 
 
-class _Split:
+class _Opened:
     """Makes a key current; ``backwards`` says who runs the backwards meanwhile.
 
     A class, as contexts of functions take the host twice as long.
@@ -305,7 +305,7 @@ class _Split:
             self._store._current = self._outer
 
 
-class _InputGradient(_Split):
+class _OpenedByI(_Opened):
     """Also defers what I has left in leaves."""
 
     __slots__ = ()
