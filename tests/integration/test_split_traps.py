@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -170,6 +170,56 @@ def hooks_fire_under_fused_accumulation_while_a_meter_counts() -> None:
         found.append([parameter.main_grad for parameter in model.parameters()])
     for each in found[1:]:
         helpers.assert_same("main_grad", each, found[0])
+
+
+def what_changes_between_microbatches_counts() -> None:
+    """Forwards of one call share how a linear is used, as long as it stays as it is."""
+    from megatron.schedules.integration.linears.local import split_linears
+
+    model, store, memory = helpers.block(), WeightGradients(), torch.ones(32, 8)
+    split_linears(model, store)
+    up, (x,) = model.up, helpers.inputs_of(1, torch.float32)
+    changes: list[tuple[Callable[[], Any], set[str]]] = [
+        (lambda: None, {"weight", "bias"}),
+        (lambda: setattr(up.weight, "data", memory), {"weight", "bias"}),
+        (lambda: setattr(up, "weight", torch.nn.Parameter(2 * memory)), {"weight", "bias"}),
+        (lambda: up.bias.requires_grad_(False), {"weight"}),
+        (lambda: up.weight.requires_grad_(False), set()),
+        (lambda: (up.weight.requires_grad_(True), up.bias.requires_grad_(True)), {"weight", "bias"}),
+    ]
+    with store.keeping_graphs():
+        for number, (change, trained) in enumerate(changes):
+            change()
+            for key in ((0, 2 * number), (0, 2 * number + 1)):
+                up.weight.grad = None
+                with store.split(*key):
+                    output, _ = up(x)
+                assert torch.equal(output, x @ up.weight.t() + up.bias), number
+                with store.input_gradient(*key):
+                    output.backward(torch.ones_like(output))
+                assert store.parameters(*key) == {getattr(up, name) for name in trained}, number
+                store.run(*key)
+                expected = torch.ones(len(x.flatten(0, -2)), 32).t() @ x.flatten(0, -2)
+                assert not trained or torch.equal(up.weight.grad, expected), number
+
+
+def a_new_main_grad_counts() -> None:
+    """A backward in the forward is stock's, and adds to that of the leaf."""
+    from megatron.schedules.integration.linears.local import split_linears
+
+    with fused_kernels():
+        model, store = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True), WeightGradients()
+        helpers.MainGrads(model, torch.float32)
+        split_linears(model, store)
+        (x,), added = helpers.inputs_of(1, torch.bfloat16), []
+        with store.keeping_graphs():
+            for key in ((0, 0), (0, 1)):
+                model.up.weight.main_grad = torch.zeros(32, 8)
+                with store.split(*key):
+                    model.up(x)[0].sum().backward()
+                store.run(*key)
+                added.append(model.up.weight.main_grad)
+    assert added[0].abs().sum() > 0 and torch.equal(*added)
 
 
 def memory_is_flat() -> None:
@@ -348,6 +398,8 @@ TRAPS = (
     hooks_fire_under_fused_accumulation_while_a_meter_counts,
     memory_is_flat,
     kept_whole,
+    what_changes_between_microbatches_counts,
+    a_new_main_grad_counts,
     the_class_is_left_alone,
     write_between_i_and_w,
     w_has_the_autocast_of_its_forward,

@@ -263,6 +263,7 @@ class _Use(NamedTuple):
             weight is self.stand_ins[0].parameter
             and bias is self.bias
             and settings == self.settings
+            and len(self.stand_ins) == 1 + (bias is not None and bias.requires_grad)
             and all(each.parameter.requires_grad and each.in_place() for each in self.stand_ins)
             and (self.main_grad is None or weight.main_grad is self.main_grad)  # type: ignore[attr-defined]
         )
