@@ -1,4 +1,4 @@
-"""Leaves in place of the weights of a Transformer Engine linear, and who hears of backwards that reach them.
+"""Leaves in place of the weights of a Transformer Engine linear, who hears of backwards that reach them, and its use.
 
 All forwards of one call of a schedule share them. A linear of experts has hundreds: where possible, all are handled at
 once.
