@@ -7,6 +7,7 @@ import resource
 import threading
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron.schedules.runtime import weight_graph
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.deferred_gradient import Replayed
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.runtime.weight_graph import Closure
 from tests.runtime.plain_stages import SHAPE, SplitLinear
@@ -241,6 +243,22 @@ def test_gradients_are_accumulated_before_more_are_computed(
     assert fired == expected
     assert sorted(gradient.tolist() for gradient in seen) == [[1, 1], [2, 2]]
     del keep
+
+
+def test_gradients_in_the_memory_of_graphs_are_accumulated_one_by_one() -> None:
+    store, memory = WeightGradients(), torch.zeros(2)
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    with store.split(0, 0):
+        pass
+    for number, parameter in enumerate(parameters):
+        replays = number != 2
+        make = partial(memory.fill_, number) if replays else partial(torch.full, (2,), float(number))
+        closure = lambda make=make: [make()]  # noqa: E731
+        store.defer((0, 0), closure, parameters=[parameter], replayed=Replayed() if replays else None)
+    for parameter in parameters:  # what gets its memory must copy it
+        parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", own.grad.clone()))
+    store.run(0, 0)
+    assert [parameter.grad.tolist() for parameter in parameters] == [[number] * 2 for number in range(4)]
 
 
 def test_a_gradient_is_not_copied():

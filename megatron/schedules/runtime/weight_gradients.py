@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.deferred_gradient import DeferredGradient, Replayed, Settle
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
-from megatron.schedules.runtime.weight_graph import Closure, Uses, WeightGraph
+from megatron.schedules.runtime.weight_graph import Closure, WeightGraph
 
 
 class WeightGradients:
@@ -172,7 +172,7 @@ class WeightGradients:
         if then is not None and all(item.computed for item in queue):
             self.prefetch(*then)
         if queue:
-            self._backward(tuple(item.parameters for item in queue), partial(self._take_first, queue, then))
+            self._backward(queue, partial(self._take_first, queue, then))
         del self._waiting[key]
         self.leaves.close(key)
 
@@ -209,7 +209,7 @@ class WeightGradients:
                     flops -= item.flops
                     # A forward's autocast does not concern W.
                     with torch.autocast(item.parameters[0].device.type, enabled=False), self.leaves.outside():
-                        self._backward((item.parameters,), partial(self._take, item))
+                        self._backward((item,), partial(self._take, item))
                     item.finish()
         return flops
 
@@ -246,11 +246,13 @@ class WeightGradients:
         finally:
             self._graphs = None
 
-    def _backward(self, uses: Uses, compute: Closure) -> None:
+    def _backward(self, items: Collection[DeferredGradient], compute: Closure) -> None:
         graphs = {} if self._graphs is None else self._graphs
-        which = tuple([tuple(map(id, parameters)) for parameters in uses])
+        which = tuple([(item.replays, *map(id, item.parameters)) for item in items])
         if (graph := graphs.get(which)) is None:
-            graph = graphs[which] = WeightGraph(uses)
+            # CUDA graphs share the memory of their gradients.
+            uses, last = tuple(item.parameters for item in items), [item.replays for item in items]
+            graph = graphs[which] = WeightGraph(uses, last)
         graph.run(compute)
 
     def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:

@@ -32,14 +32,15 @@ class WeightGraph:
 
     Args:
         uses: the parameters of each closure, in order.
+        last: whether each closure is the last of its node, because the next one overwrites its gradients.
     """
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, last: Sequence[bool]) -> None:
         self._compute: list[Closure] = []
         device = next((parameter.device for parameters in uses for parameter in parameters), None)
         start = following = torch.empty(0, device=device, requires_grad=True)
         with torch.enable_grad():
-            for together in reversed(_small_together(uses)):
+            for together in reversed(_small_together(uses, last)):
                 counts = [len(parameters) for parameters in together]
                 following = _Node.apply(self._compute, counts, following, *chain(*together))
         self._first, self._nothing = (following,), (start.detach(),)
@@ -53,16 +54,16 @@ class WeightGraph:
             self._compute.pop()
 
 
-def _small_together(uses: Uses) -> list[list[tuple[Tensor, ...]]]:
+def _small_together(uses: Uses, last: Sequence[bool]) -> list[list[tuple[Tensor, ...]]]:
     """Returns the parameters of the closures of each node."""
     nodes: list[list[tuple[Tensor, ...]]] = []
     left = 0
-    for parameters in uses:
+    for parameters, ends in zip(uses, last, strict=True):
         size = sum(parameter.nbytes for parameter in parameters)
         if not nodes or size > left:
             nodes.append([])
             left = _TOGETHER
-        left -= size
+        left = -1 if ends else left - size
         nodes[-1].append(parameters)
     return nodes
 
