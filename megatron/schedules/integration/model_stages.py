@@ -74,7 +74,7 @@ class MegatronStages(Stages):
         self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._coming = None if budget is None else ComingWeights(program)
+        self._coming = ComingWeights(program)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
         self._shared: SharedVocabulary | None = None
         if exchange is not None:
@@ -149,24 +149,22 @@ class MegatronStages(Stages):
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)
         result = self._backward(stage, microbatch, gradient)
-        if self._coming is not None:
-            self._coming.ended(Kind.B, stage, microbatch)
+        self._coming.ended(Kind.B, stage, microbatch)
         return result
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.I, stage, microbatch)
         with self._store.input_gradient(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
-        if self._coming is not None and self._budget is not None:
-            self._coming.ended(Kind.I, stage, microbatch)
+        self._coming.ended(Kind.I, stage, microbatch)
+        if self._budget is not None:
             self._budget.deferred(stage, self._store.flops(stage, microbatch))
         return result
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
-        if self._coming is not None:
-            self._coming.ended(Kind.W, stage, microbatch)
+        self._coming.ended(Kind.W, stage, microbatch)
 
     def run_ahead(self, sent: int) -> None:
         """Computes weight gradients that are due, ahead of their W, behind a message of ``sent`` bytes.
@@ -174,7 +172,6 @@ class MegatronStages(Stages):
         See :meth:`.WeightGradients.run_ahead`.
         """
         assert self._budget is not None
-        assert self._coming is not None
         self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:

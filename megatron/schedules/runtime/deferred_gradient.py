@@ -34,7 +34,7 @@ class DeferredGradient:
 
     __slots__ = (
         *("_gathers", "_held", "_hold", "_key", "_meter", "_prefetch", "_replayed", "_settle", "_versions"),
-        *("closure", "computed", "finished", "parameters", "replays"),
+        *("closure", "computed", "finished", "parameters"),
     )
 
     def __init__(
@@ -51,7 +51,6 @@ class DeferredGradient:
         # Whether the expensive part was computed in I, and whether everything was done ahead of W.
         self.computed = self.finished = False
         self._gathers, self._replayed = prefetch is not None, replayed
-        self.replays = replayed is not None  # whether it replays a CUDA graph
         self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
         self._held: Sequence[Tensor] = ()
         self._versions: list[int] = []
@@ -63,6 +62,11 @@ class DeferredGradient:
         if self._replayed is not None:
             return not self._replayed.gathers
         return self.computed or (not self._gathers and bool(self._held))
+
+    @property
+    def replays(self) -> bool:
+        """Returns whether it replays a CUDA graph."""
+        return self._replayed is not None
 
     @property
     def flops(self) -> float:

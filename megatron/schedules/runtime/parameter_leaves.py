@@ -55,8 +55,6 @@ class ParameterLeaves:
 
     Attributes:
         deferring: key whose I the engine runs; None outside of I and in a backward of user code.
-        kept: what modules, by identity, keep for later forwards of one call of the schedule; None outside of
-            :meth:`sharing`.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
     """
@@ -64,7 +62,7 @@ class ParameterLeaves:
     def __init__(self, *, watches_all: bool = False) -> None:
         self._watches_all = watches_all
         self.deferring: Key | None = None
-        self.kept: dict[int, Any] | None = None
+        self._kept: dict[int, Any] | None = None  # what linears keep, by identity; None outside of a call
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[StandIn]] = {}
         self._shared: dict[int, StandIn] | None = None
@@ -95,12 +93,21 @@ class ParameterLeaves:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Surrounds one call of a schedule, in which all its forwards read one leaf of a parameter."""
-        self._shared, self.kept = {}, {}
+        self._shared, self._kept = {}, {}
         try:
             with _Backwards(self):
                 yield
         finally:
-            self._shared = self.kept = None
+            self._shared = self._kept = None
+
+    def keep(self, owner: object, use: Any) -> None:
+        """Keeps ``use`` for later forwards of ``owner`` in one call of the schedule; nothing outside of one."""
+        if self._kept is not None:
+            self._kept[id(owner)] = use
+
+    def kept_by(self, owner: object) -> Any:
+        """Returns what ``owner`` has kept, or None."""
+        return None if self._kept is None else self._kept.get(id(owner))
 
     def switch(self, key: Key, switch: Switch) -> None:
         """Calls ``switch`` with True when the I of ``key`` begins to defer, or now, and with False when it stops."""

@@ -104,16 +104,14 @@ class WeightGradients:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
         queue = self._queue(key)
+        self._settle_newest(queue)
         if settle is not None and self._adding is None:
             waiting = (each for others in self._waiting.values() for each in others if not each.computed)
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
-        if prefetch is not None:
-            self._communicates = True
-        self._settle_newest(queue)
+        self._communicates |= prefetch is not None
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
-        if self._adding is not None:
-            self._count(item, 1)
+        self._count(item, 1)
         queue.append(item)
 
     def kept(self, operand: Any) -> Any:
@@ -137,7 +135,7 @@ class WeightGradients:
             self._settle_newest(queue, ahead=True)
 
     def _settle_newest(self, queue: deque[DeferredGradient], *, ahead: bool = False) -> None:
-        if queue and self._adding is not None and queue[-1].settle(ahead):
+        if queue and queue[-1].settle(ahead):
             self._count(queue[-1], -1)
 
     def _end_input_gradient(self, key: Key) -> None:
@@ -146,9 +144,9 @@ class WeightGradients:
             self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
 
     def _count(self, item: DeferredGradient, change: int) -> None:
-        assert self._adding is not None
-        for parameter in item.parameters:
-            self._adding[id(parameter)] += change
+        if self._adding is not None:
+            for parameter in item.parameters:
+                self._adding[id(parameter)] += change
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Starts the first communication of a coming :meth:`run`; may be left out.
@@ -265,7 +263,7 @@ class WeightGradients:
         return self._take(item)
 
     def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
-        if self._adding is not None and not item.computed:
+        if not item.computed:
             self._count(item, -1)
         item.check_versions()
         gradients = item.closure()
@@ -297,8 +295,7 @@ class _Opened:
         store, key = self._store, self._key
         self._backwards.__enter__()
         self._outer, store._current = store._current, key
-        if key not in store._waiting:
-            store._waiting[key] = deque()
+        store._waiting.setdefault(key, deque())
 
     def __exit__(self, *error: Any) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -36,8 +37,6 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self.virtual_pipeline_model_parallel_size = placement.chunks
         self.layout = [[by_stage[s] for s in placement.stages_of(rank)] for rank in range(placement.ranks)]
         self.flatten_layout = [layer for stage in by_stage for layer in stage]
-        # By stage, the layers before it: each forward of a layer asks.
-        self._before = [Counter(chain(*by_stage[:stage])) for stage in range(placement.stages)]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
         """Runs stock's checks; returns False: prediction layers are always with the output layer."""
@@ -54,6 +53,12 @@ class PlacedLayout(PipelineParallelLayerLayout):
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         return self._before[self.placement.stages_of(pp_rank)[vp_stage or 0]][layer_type]
+
+    @cached_property
+    def _before(self) -> list[Counter[LayerType]]:
+        """By stage, the layers before it. Each forward of a layer asks."""
+        stages = range(self.placement.stages)
+        return [Counter(chain(*map(self.of_stage, stages[:stage]))) for stage in stages]
 
     def of_stage(self, stage: int) -> list[LayerType]:
         """Returns the layers of a stage."""

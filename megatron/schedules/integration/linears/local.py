@@ -159,7 +159,7 @@ class _ForwardImpl:
     def _use(self, key: Key, weight: Tensor, bias: Tensor | None, settings: _Settings) -> _Use | None:
         """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
         leaves = self._store.leaves
-        earlier: _Use | None = None if leaves.kept is None else leaves.kept.get(id(self))
+        earlier: _Use | None = leaves.kept_by(self)
         if earlier is not None and earlier.is_of(weight, bias, settings):
             leaves.add_again(key, earlier.stand_ins)
             return earlier
@@ -181,8 +181,7 @@ class _ForwardImpl:
         parallel = self._row_parallel, self._gathered_over
         leaves_of = tuple(each.leaf for each in stand_ins)
         use = _Use(self._store, stand_ins, leaves_of, bias, main_grad, settings, in_order, *parallel)
-        if leaves.kept is not None:
-            leaves.kept[id(self)] = use
+        leaves.keep(self, use)
         return use
 
 
@@ -289,7 +288,7 @@ class _SplitLinear(stock.LinearWithGradAccumulationAndAsyncCommunication):
         # Autocast takes as long as all else that I does here.
         autocast = torch.is_autocast_enabled("cuda") or getattr(ctx, "_fwd_used_autocast", True)
         grad_input = (_in_forwards_autocast if autocast else _input_gradient)(ctx, grad_output)
-        return (None, None, grad_input, None) if len(ctx.use.leaves) == 1 else (None, None, grad_input, None, None)
+        return None, None, grad_input, *(None,) * len(ctx.use.leaves)
 
 
 def _input_gradient(ctx: Any, grad_output: Tensor) -> Tensor | None:

@@ -159,7 +159,7 @@ class _Forward:
     def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
         """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
         leaves, module = self._store.leaves, self._module
-        earlier: Use | None = None if leaves.kept is None else leaves.kept.get(id(self))
+        earlier: Use | None = leaves.kept_by(self)
         if earlier is not None and earlier.leaves.are_of(module):
             leaves.add_again(key, earlier.leaves.stand_ins.values())
             return earlier
@@ -168,8 +168,8 @@ class _Forward:
         if self.whole_because is not None:
             return None
         use = use_of(module, self._store, new_leaves(leaves, key, module, weights))
-        if leaves.kept is not None and use.leaves.serve_again:
-            leaves.kept[id(self)] = use
+        if use.leaves.serve_again:
+            leaves.keep(self, use)
         return use
 
 
