@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from benchmarks.host_ranks import WARM_UP, Turn, seconds_of_steps
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
 _SIZES, _MICROBATCHES, _LAYERS = (2, 4), 32, 8
-_STEPS, _QUICK_STEPS = 24, 3
+_STARTS, _STEPS, _QUICK_STEPS = 6, 6, 3
 _MOST_S = 900.0
 _LOCAL, _ENGINES = "local", "transformer_engine"
 _LAYERS_OF = {_LOCAL: "local", _ENGINES: "Transformer Engine's"}
@@ -61,15 +62,34 @@ _JOBS = (
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
     """Yields a row for each kind of layers, number of ranks and job; steps of the jobs take turns."""
-    yield from rows_apart(_measure_local, quick, say)
-    yield from rows_apart(_measure_engines, quick, say)
+    for layers, start in ((_LOCAL, _start_local), (_ENGINES, _start_engines)):
+        taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for number in range(1 if quick else _STARTS):
+            say(f"host: start {number + 1} with {_LAYERS_OF[layers]} layers")
+            for row in rows_apart(start, quick, say):
+                taken[row["pipeline_size"], row["job"]] += row["seconds"]
+        for (ranks, name), seconds in taken.items():
+            job = next(job for job in _JOBS if job.name == name)
+            ratios = [own / other for own, other in zip(seconds, taken[ranks, job.beside or name], strict=True)]
+            yield {
+                "layers": layers,
+                "job": name,
+                "beside": job.beside,
+                "most": job.most,
+                "pipeline_size": ranks,
+                "microbatches": _MICROBATCHES,
+                "starts": 1 if quick else _STARTS,
+                "repetitions": len(seconds),
+                "seconds": Statistics.quartiles(seconds)._asdict(),
+                "ratio": Statistics.quartiles(ratios)._asdict(),
+            }
 
 
-def _measure_local(quick: bool, say: Say) -> Iterator[Row]:
-    yield from _measure(_LOCAL, quick, say)
+def _start_local(quick: bool, say: Say) -> Iterator[Row]:
+    yield from _start(_LOCAL, quick, say)
 
 
-def _measure_engines(quick: bool, say: Say) -> Iterator[Row]:
+def _start_engines(quick: bool, say: Say) -> Iterator[Row]:
     from tests.support.te_python import without_gpu
 
     versions = [path for path in Path(sys.prefix, "transformer_engine").glob("*.*") if path.suffix != ".part"]
@@ -78,10 +98,11 @@ def _measure_engines(quick: bool, say: Say) -> Iterator[Row]:
         return
     sys.path.insert(0, str(max(versions, key=lambda path: [int(part) for part in path.name.split(".")])))
     without_gpu()
-    yield from _measure(_ENGINES, quick, say)
+    yield from _start(_ENGINES, quick, say)
 
 
-def _measure(layers: str, quick: bool, say: Say) -> Iterator[Row]:
+def _start(layers: str, quick: bool, say: Say) -> Iterator[Row]:
+    """Starts all jobs once; yields the seconds of the steps of each."""
     import pretrain_gpt  # noqa: F401 - here once, for all ranks
     from benchmarks.emulated_ranks import running_ranks
     from benchmarks.quick_start import quick_start
@@ -100,24 +121,9 @@ def _measure(layers: str, quick: bool, say: Say) -> Iterator[Row]:
                 body = partial(seconds_of_steps, flags, turns[ranks * number : ranks * (number + 1)])
                 waits.append(running.enter_context(running_ranks(ranks, body, _MOST_S)))
             semaphores[0].release()
-            taken = {
-                job.name: [sum(step) for step in zip(*results(), strict=True)]
-                for job, results in zip(_JOBS, waits, strict=True)
-            }
-        for job in _JOBS:
-            beside = taken[job.beside or job.name]
-            ratios = [own / other for own, other in zip(taken[job.name], beside, strict=True)]
-            yield {
-                "layers": layers,
-                "job": job.name,
-                "beside": job.beside,
-                "most": job.most,
-                "pipeline_size": ranks,
-                "microbatches": _MICROBATCHES,
-                "repetitions": steps,
-                "seconds": Statistics.quartiles(taken[job.name])._asdict(),
-                "ratio": Statistics.quartiles(ratios)._asdict(),
-            }
+            for job, results in zip(_JOBS, waits, strict=True):
+                seconds = [sum(step) for step in zip(*results(), strict=True)]
+                yield {"pipeline_size": ranks, "job": job.name, "seconds": seconds}
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
@@ -142,7 +148,9 @@ def section(rows: Sequence[Row]) -> str:
     how = (
         f"Whole training steps of {_LAYERS} layers of hidden size 32, {_MICROBATCHES} microbatches, on {_sizes(rows)} "
         "processes. Layers this small leave the host nothing but its own work. Counted is the processor time of the "
-        f"thread that trains, of all ranks together: the median of {rows[0]['repetitions']} steps. Steps of all jobs "
+        f"thread that trains, of all ranks together: the median of {rows[0]['repetitions']} steps, in "
+        f"{rows[0]['starts']} starts of each job: where the memory of a process happens to lie changes its time by "
+        "several percent, also of two jobs of stock's. Steps of all jobs "
         "take turns, and each rank runs its own alone, with messages that end at once and bring zeros: neither other "
         "ranks nor gloo's threads share its core. A ratio is of two steps of one turn, to stock's job with as many "
         "chunks; half of them lie in the range. The stand-in for a GPU does not watch torch's calls meanwhile. "

@@ -36,11 +36,14 @@ class StandIn(NamedTuple):
         parameter: a trained leaf tensor.
         leaf: with its memory.
         collected: whether :meth:`ParameterLeaves.arrived` returns what I leaves in the leaf.
+        elsewhere: returns what stands for a gradient that a backward of user code has added to ``main_grad``, or None;
+            None if all arrive in the leaf.
     """
 
     parameter: Tensor
     leaf: Tensor
     collected: bool
+    elsewhere: Callable[[], Tensor | None] | None
 
     def in_place(self) -> bool:
         """Returns whether the parameter still has the leaf's memory."""
@@ -73,7 +76,15 @@ class ParameterLeaves:
         self._passes = 0  # that run now
         self._twice = False  # whether a backward has made a graph, whose own backward may reach leaves in I
 
-    def add(self, key: Key, parameter: Tensor, leaf: Tensor | None = None, *, collected: bool = True) -> StandIn:
+    def add(
+        self,
+        key: Key,
+        parameter: Tensor,
+        leaf: Tensor | None = None,
+        *,
+        collected: bool = True,
+        elsewhere: Callable[[], Tensor | None] | None = None,
+    ) -> StandIn:
         """Returns what takes the place of ``parameter`` in the forward of ``key``, a (stage, microbatch).
 
         The arguments are those of :class:`StandIn`. Without a ``leaf`` it is made, or that of :meth:`sharing` is taken.
@@ -82,7 +93,7 @@ class ParameterLeaves:
         stand_in = shared.get(id(parameter))
         if stand_in is None or not stand_in.in_place():
             leaf = parameter.detach().requires_grad_() if leaf is None else leaf
-            stand_in = shared[id(parameter)] = StandIn(parameter, leaf, collected)
+            stand_in = shared[id(parameter)] = StandIn(parameter, leaf, collected, elsewhere)
         self._leaves.setdefault(key, []).append(stand_in)
         return stand_in
 
@@ -197,12 +208,25 @@ class ParameterLeaves:
         leaves = [[stand_in.leaf for stand_in in self._open() if stand_in.parameter is input] for input in inputs]
         asked = (*inputs, *(leaf for of_input in leaves for leaf in of_input))
         allowed = allow_unreachable or len(asked) > len(inputs)
-        with _Deferring(self, None):
+        with _Deferring(self, None), self._filled_from_elsewhere():
             computed = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
             if not accumulate_grad:
                 return _joined(inputs, leaves, computed, allow_unreachable)
             self._deliver(create_graph)
         return computed
+
+    @contextmanager
+    def _filled_from_elsewhere(self) -> Iterator[None]:
+        """Surrounds a backward of user code; leaves that it reaches get what stands for their gradients elsewhere."""
+        hooks = []
+        for stand_in in self._open():
+            if stand_in.elsewhere is not None:
+                hooks.append(accumulator_of(stand_in.leaf).register_hook(partial(_fill, stand_in)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _deliver(self, create_graph: bool) -> None:
         """Adds the gradients in leaves to those of their parameters, whose hooks run."""
@@ -329,6 +353,19 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 def _has_hooks(stand_in: StandIn) -> bool:
     parameter: Any = stand_in.parameter
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def accumulator_of(leaf: Tensor) -> Any:
+    """Returns the node of autograd that adds to the gradient of ``leaf``; graphs that reach it keep it alive."""
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    return view.grad_fn.next_functions[0][0]
+
+
+def _fill(stand_in: StandIn, *_: Any) -> None:
+    """Hook of a leaf's accumulator."""
+    if stand_in.leaf.grad is None and stand_in.elsewhere is not None:
+        stand_in.leaf.grad = stand_in.elsewhere()
 
 
 def _take(leaf: Tensor) -> Tensor:

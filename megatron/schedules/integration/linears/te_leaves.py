@@ -17,7 +17,7 @@ from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
 from megatron.schedules.integration.linears.local import FSDP
-from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, StandIn
+from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves, StandIn, accumulator_of
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 MARKS = {
@@ -29,16 +29,22 @@ MARKS = {
 
 
 class Listener:
-    """Hears of each backward that reaches leaves of a linear, after what the linear's backward has asked its call.
+    """Hears of backwards that reach leaves of a linear, after what the linear's backward has asked its call.
 
-    Args:
-        module: the linear.
+    Each time this takes the host as long as much else that I does for the linear. So leaves that are made after the
+    first I are heard only where it has left gradients in them.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._fused, self._name = module.fuse_wgrad_accumulation, type(module).__name__
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._whole: bool | None = None
-        self._asked: set[int] = set()
+        self._awaited = 0
+        self._delayed = self._left_gradients = False
+
+    @property
+    def must_hear(self) -> bool:
+        """Whether new leaves are to be heard."""
+        return self._left_gradients or not self._delayed
 
     def asked(self, call: int, *, defers: bool, done: bool) -> None:
         """The backward of a ``call``, by identity, has asked whether it ``defers`` the weights' gradients.
@@ -46,25 +52,25 @@ class Listener:
         ``done`` if it already has.
         """
         self._whole = not defers
-        if defers and not done:
-            self._asked.add(call)
+        self._awaited = call if defers and not done else 0
 
     def deferred(self, call: int) -> None:
         """The backward of ``call`` has deferred them."""
-        self._asked.discard(call)
+        if self._awaited == call:
+            self._awaited = 0
 
-    def arrived(self, leaf: Any, weight: Tensor, *_: Any) -> None:
-        """A backward has reached the ``leaf`` in place of ``weight``, with a gradient or with none."""
+    def arrived(self, leaf: Tensor, *_: Any) -> None:
+        """A backward has reached ``leaf``, with a gradient or with none."""
         if self._whole:
-            if self._fused and leaf.grad is None:
-                leaf.grad = fused_gradient(weight, weight.dtype)  # so that the weight's hooks run
             return
+        self._left_gradients |= leaf.grad is not None
         leaf.grad = None
-        if self._whole is None or self._asked:
+        if self._whole is None or self._awaited:
             raise RuntimeError(
                 f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
                 "otherwise than the versions that splitting its backward was written for"
             )
+        self._delayed = True
 
 
 class Leaves(NamedTuple):
@@ -74,14 +80,15 @@ class Leaves(NamedTuple):
         stand_ins: the weights with their leaves, by name.
         leaves: by name.
         weights: all.
-        listener: hears of them as long as this lives, or a graph that reaches them.
-        accumulators: nodes of the leaves.
+        listener: of the linear, which hears of them as long as this lives, or a graph that reaches them; None if it
+            need not.
+        accumulators: nodes of the leaves that are heard.
     """
 
     stand_ins: dict[str, StandIn]
     leaves: dict[str, Any]
     weights: tuple[Tensor, ...]
-    listener: Listener
+    listener: Listener | None
     accumulators: Sequence[Any]
 
     @property
@@ -92,26 +99,32 @@ class Leaves(NamedTuple):
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for name, (weight, leaf, _) in self.stand_ins.items():
-            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != leaf.data_ptr():
+        for name, stand_in in self.stand_ins.items():
+            weight = stand_in.parameter
+            if own[name] is not weight or not weight.requires_grad or not stand_in.in_place():
                 return False
             if not MARKS.keys().isdisjoint(vars(weight)):
                 return False
         return True
 
 
-def new_leaves(leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor]) -> Leaves:
-    """Returns leaves of ``module`` in the forward of ``key``."""
-    listener, accumulators = Listener(module), list[Any]()
-    stand_ins = {name: leaves.add(key, weight, te_operands.leaf_of(weight)) for name, weight in weights.items()}
-    for weight, leaf, _ in stand_ins.values():
+def new_leaves(
+    leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor], listener: Listener
+) -> Leaves:
+    """Returns leaves of ``module``, whose ``listener`` hears of them if it must, in the forward of ``key``."""
+    stand_ins, accumulators = dict[str, StandIn](), list[Any]()
+    for name, weight in weights.items():
+        leaf, elsewhere = te_operands.leaf_of(weight), None
         if module.fuse_wgrad_accumulation:
             # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
-        accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-        accumulators[-1].register_hook(partial(listener.arrived, leaf, weight))
-    by_name = {name: each.leaf for name, each in stand_ins.items()}
-    return Leaves(stand_ins, by_name, tuple(weights.values()), listener, accumulators)
+            elsewhere = partial(fused_gradient, weight, weight.dtype)
+        stand_ins[name] = leaves.add(key, weight, leaf, elsewhere=elsewhere)
+        if listener.must_hear:
+            accumulators.append(accumulator_of(leaf))
+            accumulators[-1].register_hook(partial(listener.arrived, leaf))
+    by_name, heard = {name: each.leaf for name, each in stand_ins.items()}, listener if accumulators else None
+    return Leaves(stand_ins, by_name, tuple(weights.values()), heard, accumulators)
 
 
 class Use(NamedTuple):

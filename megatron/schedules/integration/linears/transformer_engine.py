@@ -53,7 +53,7 @@ from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_ver
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, output_layers
 from megatron.schedules.integration.linears.products import defer
-from megatron.schedules.integration.linears.te_leaves import MARKS, Use, new_leaves, use_of
+from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -137,6 +137,7 @@ class _Forward:
     def __init__(self, module: torch.nn.Module, store: WeightGradients, whole_because: str | None = None) -> None:
         self._module = module
         self._store = store
+        self._listener = Listener(type(module).__name__)
         self._never_split, self.whole_because = whole_because, whole_because
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ class _Forward:
         self.whole_because = self._never_split or _why_whole(weights, biases)
         if self.whole_because is not None:
             return None
-        use = use_of(module, self._store, new_leaves(leaves, key, module, weights))
+        use = use_of(module, self._store, new_leaves(leaves, key, module, weights, self._listener))
         if use.leaves.serve_again:
             leaves.keep(self, use)
         return use
@@ -296,7 +297,8 @@ class _Call:
         if self._in_forward:
             return True
         defers = self.use.store.defers(self._key)
-        self.use.leaves.listener.asked(id(self), defers=defers, done=self._deferred)
+        if (listener := self.use.leaves.listener) is not None:
+            listener.asked(id(self), defers=defers, done=self._deferred)
         return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
@@ -307,6 +309,7 @@ class _Call:
             use.store.compute_ahead(self._key)
         work = WeightGradient(use, {name: self.leaves[name] for name in self.biases}, tensor_list, func)
         self._deferred = True
-        use.leaves.listener.deferred(id(self))
+        if use.leaves.listener is not None:
+            use.leaves.listener.deferred(id(self))
         parameters = (*use.leaves.weights, *self.biases.values()) if self.biases else use.leaves.weights
         defer(use.store, self._key, work.product, work, parameters)
