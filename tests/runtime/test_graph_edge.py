@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from megatron.schedules.runtime.graph_edge import backward_from, edge_of
-from megatron.schedules.runtime.parameter_leaves import ParameterLeaves
 
 
 class Tripled(torch.autograd.Function):
@@ -37,12 +36,3 @@ def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool, backwar
     backward(edge, torch.full((4, 2), 0.5))
     assert x.grad is not None
     assert x.grad.tolist() == [[3.0, 3.0]] * 4
-
-
-def test_leaves_run_the_backward_of_a_pass() -> None:
-    leaves, parameter = ParameterLeaves(), torch.ones(2, requires_grad=True)
-    with leaves.forward():
-        edge = edge_of(2 * leaves.add((0, 0), parameter).leaf)
-        backward_from(edge, torch.ones(2))
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [2.0, 2.0]

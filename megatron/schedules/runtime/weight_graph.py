@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.parameter_leaves import engine
+from megatron.schedules.runtime.graph_edge import backward_from
 
 Closure = Callable[[], Sequence[Tensor | None] | None]
 """Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
@@ -43,13 +43,13 @@ class WeightGraph:
             for together in reversed(_small_together(uses, last)):
                 counts = [len(parameters) for parameters in together]
                 following = _Node.apply(self._compute, counts, following, *chain(*together))
-        self._first, self._nothing = (following,), (start.detach(),)
+        self._first, self._nothing = following, start.detach()
 
     def run(self, compute: Closure) -> None:
         """Runs it; ``compute`` returns the gradients of one closure after another."""
         self._compute.append(compute)
         try:
-            engine(self._first, self._nothing, True, False, (), True, accumulate_grad=True)
+            backward_from(self._first, self._nothing, keep_graph=True)
         finally:
             self._compute.pop()
 

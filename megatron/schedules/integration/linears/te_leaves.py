@@ -27,6 +27,8 @@ MARKS = {
 }
 """Attributes of weights with gradients of another kind, and what those are."""
 
+_MARKED = MARKS.keys()
+
 
 class Listener:
     """Hears of backwards that reach leaves of a linear, after what the linear's backward has asked its call.
@@ -99,11 +101,10 @@ class Leaves(NamedTuple):
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for name, stand_in in self.stand_ins.items():
-            weight = stand_in.parameter
-            if own[name] is not weight or not weight.requires_grad or not stand_in.in_place():
+        for name, (weight, leaf, *_) in self.stand_ins.items():
+            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != leaf.data_ptr():
                 return False
-            if not MARKS.keys().isdisjoint(vars(weight)):
+            if not _MARKED.isdisjoint(vars(weight).keys()):
                 return False
         return True
 
