@@ -430,6 +430,23 @@ def a_gradient_that_was_not_delayed_is_no_secret() -> None:
         helpers.loss(y).backward()
 
 
+def a_gradient_that_later_was_not_delayed_is_no_secret() -> None:
+    """Its leaves are not heard any more, as one I has shown that it delays."""
+    from megatron.schedules.integration.linears.transformer_engine import _Call
+
+    model = linear("Linear", 8, 8)
+    store = bound(model)
+    for key in ((0, 0), (0, 1)):
+        later = mock.patch.object(_Call, "delay_wgrad_compute", lambda self: False) if key[1] else nullcontext()
+        with store.split(*key), later:
+            y = model(*helpers.inputs_of(1, torch.float32))
+        with store.input_gradient(*key):
+            helpers.loss(y).backward()
+        lost = pytest.raises(RuntimeError, match=r"shape \(8, 8\) was computed in I and not deferred to W")
+        with lost if key[1] else nullcontext():
+            store.run(*key)
+
+
 def a_backward_that_reads_its_settings_elsewhere_is_no_secret() -> None:
     from megatron.schedules.integration.linears import transformer_engine
 
@@ -540,6 +557,7 @@ CHECKS = (
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,
     a_gradient_that_was_not_delayed_is_no_secret,
+    a_gradient_that_later_was_not_delayed_is_no_secret,
     a_backward_that_reads_its_settings_elsewhere_is_no_secret,
     an_instance_of_another_make,
     what_cannot_be_split_is_refused,

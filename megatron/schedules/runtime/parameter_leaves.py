@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward as engine
 
 from megatron.schedules.runtime.function_modes import without_modes
+from megatron.schedules.runtime.user_backwards import Seeing, engine
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -60,6 +60,7 @@ class ParameterLeaves:
         deferring: key whose I the engine runs; None outside of I and in a backward of user code.
         partial: identities of parameters whose hooks an I has run with a part of a gradient. Besides its split
             operation something else uses such a parameter, and W runs its hooks with the other part.
+        passes, thread: see :class:`.user_backwards.Runner`.
     """
 
     def __init__(self, *, watches_all: bool = False) -> None:
@@ -72,8 +73,8 @@ class ParameterLeaves:
         self._switches: dict[Key, list[Switch]] = {}
         self._without_graph: Collection[int] = ()
         self._refusal = ""
-        self._thread: int | None = None  # whose backwards these leaves may run
-        self._passes = 0  # that run now
+        self.thread: int | None = None
+        self.passes = 0
         self._twice = False  # whether a backward has made a graph, whose own backward may reach leaves in I
 
     def add(
@@ -106,7 +107,7 @@ class ParameterLeaves:
         """Surrounds one call of a schedule, in which all its forwards read one leaf of a parameter."""
         self._shared, self._kept = {}, {}
         try:
-            with _Backwards(self):
+            with Seeing(self):
                 yield
         finally:
             self._shared = self._kept = None
@@ -140,9 +141,18 @@ class ParameterLeaves:
         ]
 
     def close(self, key: Key) -> None:
-        """Frees the leaves of ``key``."""
-        self._leaves.pop(key, None)
+        """Frees the leaves of ``key``.
+
+        Raises:
+            RuntimeError: one has a gradient: the operation computed it in I, but did not defer it.
+        """
         self._switches.pop(key, None)
+        for parameter, leaf, collected, _ in self._leaves.pop(key, ()):
+            if collected and leaf.grad is not None:
+                raise RuntimeError(
+                    f"stage {key[0]}, microbatch {key[1]}: the gradient of a parameter of shape "
+                    f"{tuple(parameter.shape)} was computed in I and not deferred to W, so it would be lost"
+                )
 
     def forward(self) -> AbstractContextManager[None]:
         """Surrounds a split forward: every backward in it is user code's."""
@@ -198,7 +208,7 @@ class ParameterLeaves:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """Runs a backward in place of torch's own function, with the same parameters."""
+        """See :class:`.user_backwards.Runner`."""
         options = keep_graph, create_graph
         self._twice |= create_graph
         if self.deferring is not None and accumulate_grad and not inputs and not create_graph:
@@ -263,37 +273,6 @@ class _Deferring:
             switch(self._outer is not None)
 
 
-# Leaves that see backwards, each with its thread.
-_seeing: list[tuple[int, ParameterLeaves]] = []
-_lock = threading.Lock()
-
-
-class _Backwards:
-    """Lets leaves see every backward of the process; they run those in their passes.
-
-    torch has no public way to see them: what is replaced is what autograd.grad, autograd.backward and Tensor.backward
-    all call, however they were imported.
-    """
-
-    def __init__(self, leaves: ParameterLeaves) -> None:
-        self._leaves = leaves
-
-    def __enter__(self) -> None:
-        thread = threading.get_ident()
-        self._entry, self._outer = (thread, self._leaves), self._leaves._thread
-        self._leaves._thread = thread
-        with _lock:
-            _seeing.append(self._entry)
-            torch.autograd._engine_run_backward = _run_backward
-
-    def __exit__(self, *_: object) -> None:
-        self._leaves._thread = self._outer
-        with _lock:
-            _seeing.remove(self._entry)
-            if not _seeing:
-                torch.autograd._engine_run_backward = engine
-
-
 class _Pass(_Deferring):
     """Lets leaves run every backward of its thread while a pass runs."""
 
@@ -301,16 +280,16 @@ class _Pass(_Deferring):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._leaves._passes += 1
-        self._backwards: _Backwards | None = None
-        if self._leaves._thread != threading.get_ident():
-            self._backwards = _Backwards(self._leaves)
+        self._leaves.passes += 1
+        self._backwards: Seeing | None = None
+        if self._leaves.thread != threading.get_ident():
+            self._backwards = Seeing(self._leaves)
             self._backwards.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._backwards is not None:
             self._backwards.__exit__(*error)
-        self._leaves._passes -= 1
+        self._leaves.passes -= 1
         super().__exit__(*error)
 
 
@@ -335,19 +314,6 @@ class _PassOfI(_Pass):
                 handle.remove()
         if self._key is not None:
             self._leaves._switches.pop(self._key, None)
-
-
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    """Runs a backward for the passes of its thread.
-
-    A device's backward has threads of autograd's own, which run for the passes of any thread. A thread of Python's
-    without passes has nothing to do with those of others.
-    """
-    running = [(thread, leaves) for thread, leaves in list(_seeing) if leaves._passes]
-    own = [leaves for thread, leaves in running if thread == threading.get_ident()]
-    if running and not own and isinstance(threading.current_thread(), threading._DummyThread):
-        own = [leaves for _, leaves in running]
-    return own[-1].run_backward(*args, **kwargs) if own else engine(*args, **kwargs)
 
 
 def _has_hooks(stand_in: StandIn) -> bool:
