@@ -170,7 +170,7 @@ def weights_of(seed: int, model: StreamModel) -> None:
             with store.split(0, m):
                 for _ in range(2):
                     product = Product(compute, torch.ones(2, 4), torch.ones(4, 3), over=group, gather=gather)  # type: ignore[arg-type]
-                    defer(store, (0, m), product, product.result, (weight,))
+                    defer(store, (0, m), product, (weight,))
             waiting.append((0, m))
             while waiting and rng.random() < 0.5:
                 work = waiting.pop(rng.randrange(len(waiting)))

@@ -306,7 +306,7 @@ def _input_gradient(ctx: Any, grad_output: Tensor) -> Tensor | None:
                 reducing.wait()
         # Detached, or the graph in front of the linear would stay until W.
         work = _WeightGradient(ctx, use.store.kept(input.detach()), use.store.kept(grad_output))
-        defer(use.store, ctx.key, work, work, work.parameters)
+        defer(use.store, ctx.key, work, work.parameters)
     return grad_input
 
 
@@ -373,7 +373,7 @@ class _WeightGradient(Product):
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
 
     def __call__(self) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = self.result()
+        gradients: list[Tensor | None] = super().__call__()
         if self._dtype is not None:
             gradients[0] = fused_gradient(self.parameters[0], self._dtype)
         return gradients

@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
-from megatron.schedules.runtime.weight_graph import Closure
 
 
 class Product:
-    """Computes one W's gradients from an input and an output's gradient. One of them may have to be gathered first.
+    """Closure of one W: its gradients from an input and an output's gradient, one of which may have to be gathered.
 
     Args:
         compute: returns the gradients from the input and the output's gradient; called once.
@@ -90,7 +89,7 @@ class Product:
             self._operands[1] = part_of(self._operands[1], self._gathered_over)
             self._in_parts = (1, self._gathered_over)
 
-    def result(self) -> Any:
+    def __call__(self) -> Any:
         """Returns the gradients once, without keeping them."""
         if self._compute is not None:
             return self._computed()
@@ -130,8 +129,8 @@ def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole.chunk(group.size())[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
-def defer(store: WeightGradients, key: Key, product: Product, closure: Closure, parameters: Sequence[Tensor]) -> None:
-    """Defers ``closure``, which uses the result of ``product``, to the W of ``key``."""
+def defer(store: WeightGradients, key: Key, product: Product, parameters: Sequence[Tensor]) -> None:
+    """Defers ``product`` to the W of ``key``."""
     prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
-    store.defer(key, closure, product.held, parameters=parameters, prefetch=prefetch, settle=settle)
+    store.defer(key, product, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

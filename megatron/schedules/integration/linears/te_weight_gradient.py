@@ -33,8 +33,8 @@ def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
     )
 
 
-class WeightGradient:
-    """The closure that waits in the store.
+class WeightGradient(Product):
+    """W of one use of a linear: the closure that waits in the store.
 
     Args:
         use: of the linear.
@@ -68,8 +68,8 @@ class WeightGradient:
             te_operands.keep_columns(input)
         else:
             te_operands.keep_rows(input)
-        self.product = Product(
-            self._compute,
+        super().__init__(
+            self._gradients,
             input,
             grad_output,
             over=over,
@@ -78,7 +78,7 @@ class WeightGradient:
             gather=te_operands.gather,
         )
 
-    def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    def _gradients(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
@@ -91,7 +91,7 @@ class WeightGradient:
         return gradients, bias_gradients
 
     def __call__(self) -> list[Tensor | None]:
-        gradients, bias_gradients = self.product.result()
+        gradients, bias_gradients = super().__call__()
         if self._use.fused:
             gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.weights]
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]

@@ -312,4 +312,4 @@ class _Call:
         if use.leaves.listener is not None:
             use.leaves.listener.deferred(id(self))
         parameters = (*use.leaves.weights, *self.biases.values()) if self.biases else use.leaves.weights
-        defer(use.store, self._key, work.product, work, parameters)
+        defer(use.store, self._key, work, parameters)
