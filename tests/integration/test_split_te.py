@@ -265,6 +265,21 @@ def a_whole_backward_of_the_first_microbatch_adds_to_the_others() -> None:
     helpers.assert_same("sums of two", [found[1]], [found[0]])
 
 
+def a_backward_of_user_code_runs_a_fused_weights_hooks() -> None:
+    """Also when its leaves are not heard any more."""
+    model = linear("Linear", 8, 8, fuse_wgrad_accumulation=True)
+    store, hooks = bound(model), helpers.MainGrads(model, torch.float32)
+    for microbatch in range(3):
+        with store.split(0, microbatch):
+            helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
+            assert hooks.fired["weight"] == 2 * microbatch + 1
+            loss = helpers.loss(model(*helpers.inputs_of(1, torch.float32)))
+        with store.input_gradient(0, microbatch):
+            loss.backward()
+        store.run(0, microbatch)
+        assert hooks.fired["weight"] == 2 * microbatch + 2
+
+
 def zeros_are_added_where_that_is_asked_for() -> None:
     compare(Block(fuse_wgrad_accumulation=True), zero_out=True)
 
@@ -546,6 +561,7 @@ CHECKS = (
     nothing_below_needs_a_gradient,
     used_several_times,
     a_whole_backward_of_the_first_microbatch_adds_to_the_others,
+    a_backward_of_user_code_runs_a_fused_weights_hooks,
     zeros_are_added_where_that_is_asked_for,
     recomputed_once,
     evaluation_and_whole_backwards_are_untouched,

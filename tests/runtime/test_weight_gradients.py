@@ -411,6 +411,19 @@ def test_a_parameter_is_not_kept_alive():
     assert [each() for each in alive] == [None, None]
 
 
+def test_a_gradient_that_i_computed_and_did_not_defer_is_an_error() -> None:
+    store, weight = WeightGradients(), torch.nn.Parameter(torch.ones(3, 2))
+    with store.split(1, 4):
+        output = store.leaves.add((1, 4), weight).leaf.sum()
+    with store.input_gradient(1, 4):
+        output.backward()
+    lost = (
+        r"stage 1, microbatch 4: the gradient of a parameter of shape \(3, 2\) was computed in I and not deferred to W"
+    )
+    with pytest.raises(RuntimeError, match=lost):
+        store.run(1, 4)
+
+
 def test_after_a_closure_that_fails_the_next_w_is_right():
     store = WeightGradients()
     weight = torch.nn.Parameter(torch.zeros(2))
