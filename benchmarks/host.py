@@ -150,10 +150,10 @@ def section(rows: Sequence[Row]) -> str:
         "processes. Layers this small leave the host nothing but its own work. Counted is the processor time of the "
         f"thread that trains, of all ranks together: the median of {rows[0]['repetitions']} steps, in "
         f"{rows[0]['starts']} starts of each job: where the memory of a process happens to lie changes its time by "
-        "several percent, also of two jobs of stock's. Steps of all jobs "
-        "take turns, and each rank runs its own alone, with messages that end at once and bring zeros: neither other "
-        "ranks nor gloo's threads share its core. A ratio is of two steps of one turn, to stock's job with as many "
-        "chunks; half of them lie in the range. The stand-in for a GPU does not watch torch's calls meanwhile. "
+        "several percent, also of two jobs of stock's. Steps of all jobs take turns, and each rank runs its own alone, "
+        "with messages that end at once and bring zeros: neither other ranks nor gloo's threads share its core. A "
+        "ratio is of two steps of one turn, to stock's job with as many chunks; half of them lie in the range. The "
+        "stand-in for a GPU does not watch torch's calls meanwhile. "
         "Transformer Engine's layers are its own Python, over plain torch in place of its kernels."
     )
     heads = ("layers", "schedule", "ranks", "step, ms", "of stock's")

@@ -7,7 +7,6 @@ call, however they were imported.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,16 +27,7 @@ class Runner(Protocol):
     passes: int
     thread: int | None
 
-    def run_backward(
-        self,
-        outputs: Sequence[Any],
-        gradients: Sequence[Any],
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Any],
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a backward in place of :data:`engine`, with the same parameters."""
 
 

@@ -33,8 +33,8 @@ _MARKED = MARKS.keys()
 class Listener:
     """Hears of backwards that reach leaves of a linear, after what the linear's backward has asked its call.
 
-    Each time this takes the host as long as much else that I does for the linear. So leaves that are made after the
-    first I are heard only where it has left gradients in them.
+    Each takes the host 6 microseconds. So leaves that are made after the first I are heard only if it has left
+    gradients in them.
     """
 
     def __init__(self, name: str) -> None:
