@@ -62,9 +62,10 @@ _JOBS = (
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
     """Yields a row for each kind of layers, number of ranks and job; steps of the jobs take turns."""
+    starts = 1 if quick else _STARTS
     for layers, start in ((_LOCAL, _start_local), (_ENGINES, _start_engines)):
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for number in range(1 if quick else _STARTS):
+        for number in range(starts):
             say(f"host: start {number + 1} with {_LAYERS_OF[layers]} layers")
             for row in rows_apart(start, quick, say):
                 taken[row["pipeline_size"], row["job"]] += row["seconds"]
@@ -78,7 +79,7 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
                 "most": job.most,
                 "pipeline_size": ranks,
                 "microbatches": _MICROBATCHES,
-                "starts": 1 if quick else _STARTS,
+                "starts": starts,
                 "repetitions": len(seconds),
                 "seconds": Statistics.quartiles(seconds)._asdict(),
                 "ratio": Statistics.quartiles(ratios)._asdict(),

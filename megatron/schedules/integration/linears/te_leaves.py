@@ -27,8 +27,6 @@ MARKS = {
 }
 """Attributes of weights with gradients of another kind, and what those are."""
 
-_MARKED = MARKS.keys()
-
 
 class Listener:
     """Hears of backwards that reach leaves of a linear, after what the linear's backward has asked its call.
@@ -101,10 +99,11 @@ class Leaves(NamedTuple):
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for name, (weight, leaf, *_) in self.stand_ins.items():
-            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != leaf.data_ptr():
+        for name, stand_in in self.stand_ins.items():
+            weight = stand_in.parameter
+            if own[name] is not weight or not weight.requires_grad or not stand_in.in_place():
                 return False
-            if not _MARKED.isdisjoint(vars(weight).keys()):
+            if not MARKS.keys().isdisjoint(vars(weight)):
                 return False
         return True
 
