@@ -212,12 +212,13 @@ def compare(
     bind: Any = None,
     once: bool = True,
     shares: bool = True,
+    calls: int = 1,
 ) -> SimpleNamespace:
     """Run stock and split side by side from one model and check that all gradients are the same bits.
 
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
     R the whole model is recomputed. Hooks fire as often as stock's: ``once`` for each microbatch. A forward ``shares``
-    leaves with the others, as within one call of a schedule.
+    leaves with the others, as within one call of a schedule, of which there are so many ``calls``.
     """
     from megatron.schedules.integration.linears.local import split_linears
     from megatron.schedules.integration.model_binding import capture_state
@@ -231,15 +232,19 @@ def compare(
     store = WeightGradients()
     split_count = bind(other, store)
     hooks, other_hooks = (MainGrads(module, main_grad, zero_out) for module in (model, other))
-    x, other_x = (inputs(microbatches, dtype, sequence_parallel) for _ in range(2))
-    stocks = stock(partial(forward, model), x)
     recomputes = Recomputes(capture_state) if "R" in order else None
     if recomputes is not None:
         recompute_layer(other, recomputes)
-    with store.keeping_graphs() if shares else contextlib.nullcontext():
-        ours = split(partial(forward, other), other_x, store, order, recomputes)
-    assert_same("output", ours, stocks)
-    assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
+    for _ in range(calls):
+        for parameter in (*model.parameters(), *other.parameters()):
+            if parameter.requires_grad:
+                parameter.main_grad.zero_()
+        x, other_x = (inputs(microbatches, dtype, sequence_parallel) for _ in range(2))
+        stocks = stock(partial(forward, model), x)
+        with store.keeping_graphs() if shares else contextlib.nullcontext():
+            ours = split(partial(forward, other), other_x, store, order, recomputes)
+        assert_same("output", ours, stocks)
+        assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
     names = list(hooks.fired)
     parameters, other_parameters = dict(model.named_parameters()), dict(other.named_parameters())
     for name in names:
@@ -247,7 +252,7 @@ def compare(
         assert_same(name, [other_parameters[name].main_grad], [parameters[name].main_grad])
         assert other_parameters[name].grad is None
     assert other_hooks.fired == hooks.fired
-    assert not once or hooks.fired == dict.fromkeys(names, microbatches)
+    assert not once or hooks.fired == dict.fromkeys(names, calls * microbatches)
     return SimpleNamespace(split=split_count, model=other, store=store)
 
 

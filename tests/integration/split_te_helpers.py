@@ -70,7 +70,8 @@ class Experts(torch.nn.Module):
 def compare(model: Any, order: str = SEVERAL_I_AHEAD, **settings: Any) -> Any:
     from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
-    return helpers.compare(model, order, bind=split_te_linears, **settings)
+    # From the second call on, forwards are prepared as a whole.
+    return helpers.compare(model, order, **{"bind": split_te_linears, "calls": 2} | settings)
 
 
 def bound(model: Any, meter: ActivationMeter | None = None) -> WeightGradients:

@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
 from split_te_helpers import EXPERTS, Block, Experts, bound, compare, linear, tensor_parallel
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.planner.registry import Request, plan
@@ -298,7 +299,7 @@ def recomputed_once() -> None:
 
     for fused in (False, True):
         compare(Block(fuse_wgrad_accumulation=fused), forward=forward)
-    assert calls.count(False) == calls.count(True) == 12
+    assert calls.count(False) == calls.count(True) == 24
 
 
 def evaluation_and_whole_backwards_are_untouched() -> None:
@@ -368,6 +369,85 @@ def kept_whole() -> None:
     assert store.waiting(0, 0) == 0
     assert all(p.grad is not None for p in model.parameters())
     store.run(0, 0)
+
+
+class _Prepared:
+    """A model in a call whose forwards have leaves from the start, but for the first; it has run that one."""
+
+    def __init__(self, calls: ExitStack, model: Any) -> None:
+        self.model, self.store = model, bound(model)
+        for _ in range(2):  # the first shows that Transformer Engine delays
+            calls.close()
+            calls.enter_context(self.store.keeping_graphs())
+            self.run(0)
+
+    def run(self, m: int, forward: Callable[[Tensor], Tensor] | None = None) -> int:
+        """Runs a microbatch; returns how many linears looked for their leaves themselves."""
+        from megatron.schedules.integration.linears.transformer_engine import _Forward
+
+        (x,), asked = helpers.inputs_of(1, torch.float32), mock.patch.object(_Forward, "_use", autospec=True)
+        use = _Forward._use
+        with asked as asking:
+            asking.side_effect = use
+            with self.store.split(0, m):
+                loss = helpers.loss((forward or self.model)(x))
+            with self.store.input_gradient(0, m):
+                loss.backward()
+        self.store.run(0, m)
+        return asking.call_count
+
+
+def forwards_are_prepared_as_a_whole() -> None:
+    with ExitStack() as calls:
+        prepared = _Prepared(calls, Block(bias=False))
+        model = prepared.model
+
+        def within(x: Tensor) -> Tensor:
+            assert "weight" in vars(model.up) and model.up.wgrad_store is not store
+            return model(x)  # type: ignore[no-any-return]
+
+        store = model.up.wgrad_store
+        assert [prepared.run(m, within) for m in (1, 2)] == [0, 0]
+        assert model.up.wgrad_store is store and "weight" not in vars(model.up)
+        # One that has changed finds its leaves itself, and is prepared again.
+        model.up.weight.data = model.up.weight.data.clone()
+        assert [prepared.run(m) for m in (3, 4)] == [1, 0]
+        # A whole forward between split ones has the parameters.
+        gradient, (x,) = model.up.weight.grad.clone(), helpers.inputs_of(1, torch.float32)
+        helpers.loss(model(x)).backward()
+        assert not torch.equal(model.up.weight.grad, gradient)
+        assert prepared.run(5) == 0
+        # So has a call that follows.
+        calls.close()
+        with prepared.store.keeping_graphs():
+            assert prepared.run(0) == 3
+
+
+def a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared() -> None:
+    with ExitStack() as calls:
+        prepared = _Prepared(calls, Block(bias=False))
+
+        def forward(x: Tensor) -> Tensor:
+            again = checkpoint(prepared.model, x, use_reentrant=False)
+            (gradient,) = torch.autograd.grad(again.square().sum(), x)
+            return prepared.model(x + gradient)  # type: ignore[no-any-return]
+
+        assert prepared.run(1, forward) == 3
+        assert prepared.run(2) == 0
+
+
+def memory_that_changes_in_a_prepared_forward_is_no_secret() -> None:
+    with ExitStack() as calls:
+        prepared = _Prepared(calls, Block(bias=False))
+        weight = prepared.model.down.weight
+
+        def move(x: Tensor) -> Tensor:
+            weight.data = weight.data.clone()
+            return prepared.model(x)  # type: ignore[no-any-return]
+
+        with pytest.raises(RuntimeError, match="stage 0, microbatch 1: a weight got other memory in the forward"):
+            prepared.run(1, move)
+        assert "weight" not in vars(prepared.model.down)
 
 
 def what_changes_between_microbatches_counts() -> None:
@@ -569,6 +649,9 @@ CHECKS = (
     bound_again_to_a_newer_store,
     the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do,
     kept_whole,
+    forwards_are_prepared_as_a_whole,
+    a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared,
+    memory_that_changes_in_a_prepared_forward_is_no_secret,
     what_changes_between_microbatches_counts,
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,

@@ -156,12 +156,14 @@ def weights_of(seed: int, model: StreamModel) -> None:
     """W in any order, each with an operand that is gathered on another stream ahead of it."""
     rng, group = random.Random(seed), Group(model)
 
-    def gather(part: Tensor, _: Any) -> tuple[Tensor, Work]:
-        whole = part.new_empty(2 * len(part), part.shape[1])
-        return whole, group.collective([part], [whole])
+    class Gathering(Product):
+        @staticmethod
+        def gathered(part: Tensor, _: Any) -> tuple[Tensor, Work]:
+            whole = part.new_empty(2 * len(part), part.shape[1])
+            return whole, group.collective([part], [whole])
 
-    def compute(x: Tensor, gradient: Tensor) -> tuple[Tensor]:
-        return (gradient.t() @ x,)
+        def compute(self, x: Tensor, gradient: Tensor) -> tuple[Tensor]:
+            return (gradient.t() @ x,)
 
     with model:
         store, weight = WeightGradients(), nn.Parameter(torch.ones(3, 4))
@@ -169,7 +171,7 @@ def weights_of(seed: int, model: StreamModel) -> None:
         for m in range(20):
             with store.split(0, m):
                 for _ in range(2):
-                    product = Product(compute, torch.ones(2, 4), torch.ones(4, 3), over=group, gather=gather)  # type: ignore[arg-type]
+                    product = Gathering(torch.ones(2, 4), torch.ones(4, 3), over=group)  # type: ignore[arg-type]
                     defer(store, (0, m), product, (weight,))
             waiting.append((0, m))
             while waiting and rng.random() < 0.5:

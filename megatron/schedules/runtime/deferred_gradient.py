@@ -92,10 +92,10 @@ class DeferredGradient:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Counts and watches these from now on, in place of those before."""
-        self.release()
         self._held = tuple(tensors)
         self._versions = _versions(self._held)
         if self._meter is not None:
+            self.release()
             self._hold = self._meter.hold(self._held)
 
     def settle(self, ahead: bool) -> bool:

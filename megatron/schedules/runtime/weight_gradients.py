@@ -65,7 +65,8 @@ class WeightGradients:
 
         A backward in it is user code's, and defers nothing.
         """
-        return _Opened(self, (stage, microbatch), self.leaves.forward())
+        key = stage, microbatch
+        return _Opened(self, key, self.leaves.forward(key))
 
     def input_gradient(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Works like :meth:`split` for the engine's I, which defers."""
@@ -104,8 +105,9 @@ class WeightGradients:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
         queue = self._queue(key)
-        self._settle_newest(queue)
-        if settle is not None and self._adding is None:
+        if self._adding is not None:
+            self._settle_newest(queue)
+        elif settle is not None:
             waiting = (each for others in self._waiting.values() for each in others if not each.computed)
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
         self._communicates |= prefetch is not None

@@ -338,6 +338,8 @@ def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
 class _WeightGradient(Product):
     """W of one use of a linear: the closure that waits in the store."""
 
+    __slots__ = ("_autocast", "_dtype", "parameters")
+
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         use: _Use = ctx.use
         self.parameters, fuses = [each.parameter for each in use.stand_ins], bool(ctx.gradient_accumulation_fusion)
@@ -345,7 +347,6 @@ class _WeightGradient(Product):
         # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         super().__init__(
-            self._gradients,
             input,
             grad_output,
             over=ctx.tp_group if ctx.sequence_parallel else None,
@@ -353,7 +354,7 @@ class _WeightGradient(Product):
             ahead=use.row_parallel and fuses,
         )
 
-    def _gradients(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
+    def compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         weight, *trained_bias = self.parameters
         with without_modes(), self._as_in_forward():

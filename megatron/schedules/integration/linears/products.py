@@ -15,7 +15,8 @@ Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,44 +26,50 @@ from torch.distributed import ProcessGroup
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 
-class Product:
+class Product(ABC):
     """Closure of one W: its gradients from an input and an output's gradient, one of which may have to be gathered.
 
     Args:
-        compute: returns the gradients from the input and the output's gradient; called once.
         input: rows of all ranks, or with ``over`` the rows of this rank.
         grad_output: rows of all ranks.
         over: tensor-parallel ranks whose rows of ``input`` W gathers, if any.
         gathered_over: ranks whose rows of ``grad_output`` I has gathered, if any.
         ahead: whether the product may be computed in I: for a row parallel linear that adds to ``main_grad``.
-        gather: starts gathering rows over ranks; returns the result and the communication to wait for, or None.
 
     Attributes:
         ahead: as above.
         gathers: whether W may have to gather an operand.
     """
 
+    __slots__ = ("_gathered_over", "_gathering", "_in_parts", "_operands", "_result", "ahead", "gathers")
+
     def __init__(
         self,
-        compute: Callable[[Any, Any], Any],
         input: Any,
         grad_output: Any,
         *,
         over: ProcessGroup | None = None,
         gathered_over: ProcessGroup | None = None,
         ahead: bool = False,
-        gather: Callable[[Any, ProcessGroup], tuple[Any, Any]] | None = None,
     ) -> None:
-        self._gather = gather or gathered
-        self._compute: Callable[[Any, Any], Any] | None = compute
         self._operands = [input, grad_output]
         # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
         self._in_parts = (0, over) if over is not None else None
         self._gathering: Any = None
-        self._gathered_over, self._result = gathered_over, None
+        self._result: Any = None
+        self._gathered_over = gathered_over
         self.ahead, self.gathers = ahead, over is not None or gathered_over is not None
-        if not ahead:
+        if gathered_over is not None and not ahead:
             self._free()
+
+    @abstractmethod
+    def compute(self, input: Any, grad_output: Any) -> Any:
+        """Returns the gradients, from rows of all ranks; called once."""
+
+    @staticmethod
+    def gathered(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
+        """Starts gathering the rows of all ranks; returns them and the communication to wait for, or None."""
+        return gathered(part, group)
 
     @property
     def held(self) -> list[Tensor]:
@@ -74,7 +81,7 @@ class Product:
         if self._in_parts is None:
             return
         which, group = self._in_parts
-        self._operands[which], self._gathering = self._gather(self._operands[which], group)
+        self._operands[which], self._gathering = self.gathered(self._operands[which], group)
 
     def settle(self, ahead: bool) -> list[Tensor]:
         """Computes the product ahead of W, or frees the rows that I gathered; returns the tensors still stored."""
@@ -91,7 +98,7 @@ class Product:
 
     def __call__(self) -> Any:
         """Returns the gradients once, without keeping them."""
-        if self._compute is not None:
+        if self._operands:
             return self._computed()
         result, self._result = self._result, None
         return result
@@ -99,10 +106,8 @@ class Product:
     def _computed(self) -> Any:
         if self._gathering is not None:
             self._gathering.wait()
-        assert self._compute is not None
-        compute, operands = self._compute, self._operands
-        self._compute, self._operands = None, []
-        return compute(*operands)
+        operands, self._operands = self._operands, []
+        return self.compute(*operands)
 
 
 def memory_of(operand: Any) -> list[Tensor]:

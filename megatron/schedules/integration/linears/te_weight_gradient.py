@@ -45,44 +45,43 @@ class WeightGradient(Product):
             the first is empty, and the second a list.
     """
 
+    __slots__ = ("_biases", "_func", "_outputs", "_shapes", "_use")
+
+    gathered = staticmethod(te_operands.gather)
+
     def __init__(
         self, use: Use, biases: Mapping[str, Tensor], tensor_list: Sequence[Any], func: Callable[..., Any]
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
         input, grad_output, *outputs = tensor_list
-        input, grad_output = use.store.kept(input), use.store.kept(grad_output)
+        if use.store.volatile:
+            input, grad_output = use.store.kept(input), use.store.kept(grad_output)
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
-        self._shapes: list[tuple[Any, ...]] = []
+        self._shapes: Sequence[tuple[Any, ...]] = ()
         if self._outputs and not use.fused:
             # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        single, over = not outputs, None
-        if single and use.input_over is not None:
-            input, over = _part_of(input, grad_output, use.input_over)
-        plain, ahead = type(grad_output) is Tensor, single and use.fused and use.row_parallel
-        te_operands.keep_columns(grad_output)
+        plain, ahead, over, gathered_over = type(grad_output) is Tensor, False, None, None
+        if not outputs and (use.column_parallel or use.row_parallel):
+            ahead, gathered_over = use.fused and use.row_parallel, use.gradient_over if plain else None
+            if use.input_over is not None:
+                input, over = _part_of(input, grad_output, use.input_over)
+        if not plain:
+            te_operands.keep_columns(grad_output)
         if use.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
             grad_output = te_operands.out_of_buffers(grad_output)
-        if over is None or te_operands.gathered_by_columns(input):
-            te_operands.keep_columns(input)
-        else:
-            te_operands.keep_rows(input)
-        super().__init__(
-            self._gradients,
-            input,
-            grad_output,
-            over=over,
-            gathered_over=use.gradient_over if single and plain else None,
-            ahead=ahead,
-            gather=te_operands.gather,
-        )
+        if type(input) is not Tensor:
+            by_columns = over is None or te_operands.gathered_by_columns(input)
+            (te_operands.keep_columns if by_columns else te_operands.keep_rows)(input)
+        super().__init__(input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
 
-    def _gradients(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    def compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
-        te_operands.keep_columns(input)  # may have been gathered by rows
+        if type(input) is not Tensor:
+            te_operands.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
@@ -91,10 +90,13 @@ class WeightGradient(Product):
         return gradients, bias_gradients
 
     def __call__(self) -> list[Tensor | None]:
+        gradients: list[Tensor | None]
         gradients, bias_gradients = super().__call__()
         if self._use.fused:
             gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.weights]
-        return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]
+        if self._biases:
+            gradients = [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]
+        return gradients
 
     def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
         """Returns the gradient from I, or else the one from W, which is None or empty if I computed it."""

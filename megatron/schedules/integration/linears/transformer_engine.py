@@ -42,8 +42,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, ou
 from megatron.schedules.integration.linears.products import defer
 from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
+from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
@@ -152,9 +154,19 @@ class _Forward:
         use = None if key is None else self._use(key, biases)
         if use is None or key is None:
             return adding(whole(module, *args, **kwargs))
-        output = _Call(use, key, biases).forward(whole, args, kwargs)
+        leaves = self._store.leaves
+        # Of this forward alone: W itself looks for their gradients, which are there in I for some operands.
+        of_biases = {
+            name: leaves.add(key, bias, te_operands.leaf_of(bias), collected=False).leaf
+            for name, bias in biases.items()
+        }
+        replaced = _Replaced(use, _Call(use, biases, of_biases), of_biases)
+        with replaced:
+            output = whole(module, *args, **kwargs)
         if use.input_over is not None:
-            self._store.leaves.switch(key, _InputInParts(output))
+            leaves.switch(key, _InputInParts(output))
+        elif use.leaves.serve_again and use.leaves.listener is None and not biases:
+            leaves.prepare(key[0], self, replaced)
         return adding(output)
 
     def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
@@ -260,56 +272,83 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
 
 
 class _Call:
-    """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
+    """The ``wgrad_store`` of backwards of a linear: of one forward, or of all of a stage that use it alike.
 
-    __slots__ = ("_deferred", "_in_forward", "_key", "biases", "leaves", "use")
+    Args:
+        use: of the linear.
+        biases: trainable ones whose gradients are computed with those of the weights, by name.
+        leaves: in their place.
 
-    def __init__(self, use: Use, key: Key, biases: dict[str, Tensor]) -> None:
-        self.use, self._key, self.biases = use, key, biases
-        self.leaves: dict[str, Any] = use.leaves.leaves
-        if biases:
-            # Of this call alone: W itself looks for their gradients, which are there in I for some operands.
-            add = partial(use.store.leaves.add, key, collected=False)
-            own = {name: add(bias, te_operands.leaf_of(bias)).leaf for name, bias in biases.items()}
-            self.leaves = self.leaves | own
-        self._in_forward = self._deferred = False
+    Attributes:
+        in_forward: whether the forward runs.
+    """
 
-    def forward(self, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns what ``whole`` does with the module, which has these leaves and this store.
+    __slots__ = ("_biases", "_deferred", "_leaves", "_use", "in_forward")
 
-        They are instance attributes meanwhile, in place of its own. Nothing overlaps in bulk.
-        """
-        module = self.use.module
-        own = module.__dict__
-        kept = {name: own[name] for name in ("wgrad_store", *te_operands.BULK) if name in own}
-        own.update(dict.fromkeys(kept, False) | self.leaves, wgrad_store=self)
-        self._in_forward = True
-        try:
-            return whole(module, *args, **kwargs)
-        finally:
-            self._in_forward = False
-            own.update(kept)
-            for name in self.leaves:
-                del own[name]
+    def __init__(self, use: Use, biases: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+        self._use, self._biases, self._leaves = use, biases, leaves
+        self.in_forward = self._deferred = False
 
     def delay_wgrad_compute(self) -> bool:
         """Tells Transformer Engine, in the forward and in the engine's I, to call :meth:`put`."""
-        if self._in_forward:
+        if self.in_forward:
             return True
-        defers = self.use.store.defers(self._key)
-        if (listener := self.use.leaves.listener) is not None:
+        use = self._use
+        defers = use.store.leaves.deferring is not None
+        if (listener := use.leaves.listener) is not None:
             listener.asked(id(self), defers=defers, done=self._deferred)
         return defers
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         """Receives the deferred weight gradient from Transformer Engine's backward: see :class:`.WeightGradient`."""
-        use = self.use
+        use = self._use
+        key = use.store.leaves.deferring
+        assert key is not None
         if use.column_parallel:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
-            use.store.compute_ahead(self._key)
-        work = WeightGradient(use, {name: self.leaves[name] for name in self.biases}, tensor_list, func)
+            use.store.compute_ahead(key)
+        work = WeightGradient(use, self._leaves, tensor_list, func)
         self._deferred = True
         if use.leaves.listener is not None:
             use.leaves.listener.deferred(id(self))
-        parameters = (*use.leaves.weights, *self.biases.values()) if self.biases else use.leaves.weights
-        defer(use.store, self._key, work, parameters)
+        parameters = (*use.leaves.weights, *self._biases.values()) if self._biases else use.leaves.weights
+        defer(use.store, key, work, parameters)
+
+
+class _Replaced:
+    """What a linear has as instance attributes in a forward, in place of its own: leaves and ``wgrad_store``.
+
+    Nothing overlaps in bulk. See :class:`.Prepared`.
+    """
+
+    __slots__ = ("_attributes", "_call", "_leaves", "_module", "_names", "_own", "stand_ins")
+
+    def __init__(self, use: Use, call: _Call, leaves: Mapping[str, Tensor]) -> None:
+        self._module, self._leaves, self._call = use.module, use.leaves, call
+        self.stand_ins = tuple(use.leaves.stand_ins.values())
+        own, forward = use.module.__dict__, type(use.module).forward
+        self._own = {name: own[name] for name in ("forward", "wgrad_store", *te_operands.BULK) if name in own}
+        self._attributes = {**dict.fromkeys(self._own, False), **use.leaves.leaves, **leaves}
+        self._attributes |= {"forward": MethodType(forward, use.module), "wgrad_store": call}
+        self._names = (*use.leaves.leaves, *leaves)
+
+    def begin(self) -> bool:
+        serves = self._leaves.are_of(self._module)
+        if serves:
+            self.__enter__()
+        return serves
+
+    def end(self) -> bool:
+        self.__exit__()
+        return all(map(StandIn.in_place, self.stand_ins))
+
+    def __enter__(self) -> None:
+        self._call.in_forward = True
+        self._module.__dict__.update(self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        self._call.in_forward = False
+        own = self._module.__dict__
+        own.update(self._own)
+        for name in self._names:
+            del own[name]
