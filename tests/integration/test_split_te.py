@@ -423,6 +423,32 @@ def forwards_are_prepared_as_a_whole() -> None:
             assert prepared.run(0) == 3
 
 
+def linears_with_more_to_do_in_a_forward_are_not_prepared() -> None:
+    class Told(torch.nn.Module):
+        """Its linear is told in each forward whether the microbatch is the first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = sys.modules["transformer_engine.pytorch"].Linear(8, 8, bias=False, device="cpu")
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.linear(x, is_first_microbatch=True)
+            return output
+
+    with ExitStack() as calls:
+        told = _Prepared(calls, Told())
+        assert [told.run(m) for m in (1, 2)] == [1, 1]
+    with ExitStack() as calls:
+        prepared, seen = _Prepared(calls, Block(bias=False)), []
+        up = prepared.model.up
+        replaced = up.forward
+        up.forward = lambda x: (seen.append(x), replaced(x))[1]
+        calls.close()
+        with prepared.store.keeping_graphs():
+            assert [prepared.run(m) for m in (0, 1, 2)] == [3, 1, 1]
+        assert len(seen) == 3
+
+
 def a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared() -> None:
     with ExitStack() as calls:
         prepared = _Prepared(calls, Block(bias=False))
@@ -650,6 +676,7 @@ CHECKS = (
     the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do,
     kept_whole,
     forwards_are_prepared_as_a_whole,
+    linears_with_more_to_do_in_a_forward_are_not_prepared,
     a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared,
     memory_that_changes_in_a_prepared_forward_is_no_secret,
     what_changes_between_microbatches_counts,

@@ -9,6 +9,9 @@ one forward the module gets
 - in place of each weight, and of each bias added in the product, a leaf with the same data and no hooks, because even a
   delayed backward calls the weights' hooks. The parameters themselves get their gradients in W.
 
+The first forward of a stage in a call of the schedule finds out how each linear is used. In later ones nearly all have
+these attributes from the start of the stage's forward to its end.
+
 The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` instead of adding
 to it, and lose gradients that another W had added. After each forward the autograd node is changed so that W adds.
 
@@ -165,9 +168,14 @@ class _Forward:
             output = whole(module, *args, **kwargs)
         if use.input_over is not None:
             leaves.switch(key, _InputInParts(output))
-        elif use.leaves.serve_again and use.leaves.listener is None and not biases:
+        elif not biases and self._serves_again(use):
             leaves.prepare(key[0], self, replaced)
         return adding(output)
+
+    def _serves_again(self, use: Use) -> bool:
+        """Returns whether later forwards with this use need nothing but its leaves, not even :func:`_adding`."""
+        mine = self._module.__dict__.get("forward") is self and not getattr(self._module, "is_first_microbatch", True)
+        return mine and use.leaves.serve_again and use.leaves.listener is None
 
     def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
         """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
