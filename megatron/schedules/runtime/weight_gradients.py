@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -248,7 +249,8 @@ class WeightGradients:
 
     def _backward(self, items: Collection[DeferredGradient], compute: Closure) -> None:
         graphs = {} if self._graphs is None else self._graphs
-        which = tuple([(item.replays, *map(id, item.parameters)) for item in items])
+        each = [item.parameters for item in items]
+        which = (tuple(map(len, each)), tuple(map(id, chain.from_iterable(each))), tuple([i.replays for i in items]))
         if (graph := graphs.get(which)) is None:
             # CUDA graphs share the memory of their gradients.
             uses, last = tuple(item.parameters for item in items), [item.replays for item in items]

@@ -77,54 +77,56 @@ class Leaves(NamedTuple):
     """Leaves in place of all weights of a linear.
 
     Args:
-        stand_ins: the weights with their leaves, by name.
-        leaves: by name.
-        weights: all.
+        weights, leaves: by name.
+        parameters: all weights.
+        stand_ins: with their leaves.
+        addresses: where they lie; None if a weight is quantized, whose numbers may lie elsewhere in another forward.
         listener: of the linear, which hears of them as long as this lives, or a graph that reaches them; None if it
             need not.
         accumulators: nodes of the leaves that are heard.
     """
 
-    stand_ins: dict[str, StandIn]
-    leaves: dict[str, Any]
-    weights: tuple[Tensor, ...]
+    weights: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+    parameters: tuple[Tensor, ...]
+    stand_ins: tuple[StandIn, ...]
+    addresses: list[int] | None
     listener: Listener | None
     accumulators: Sequence[Any]
-
-    @property
-    def serve_again(self) -> bool:
-        """False if a weight is quantized: its numbers may lie elsewhere in another forward."""
-        return all(type(weight) is torch.nn.Parameter for weight in self.weights)
 
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for name, stand_in in self.stand_ins.items():
-            weight = stand_in.parameter
-            if own[name] is not weight or not weight.requires_grad or not stand_in.in_place():
+        for name, weight in self.weights.items():
+            if own[name] is not weight or not weight.requires_grad or not vars(weight).keys().isdisjoint(MARKS):
                 return False
-            if not MARKS.keys().isdisjoint(vars(weight)):
-                return False
-        return True
+        return self.in_place()
+
+    def in_place(self) -> bool:
+        """Returns whether the weights still have the leaves' memory."""
+        return [weight.data_ptr() for weight in self.parameters] == self.addresses
 
 
 def new_leaves(
     leaves: ParameterLeaves, key: Key, module: Any, weights: dict[str, Tensor], listener: Listener
 ) -> Leaves:
     """Returns leaves of ``module``, whose ``listener`` hears of them if it must, in the forward of ``key``."""
-    stand_ins, accumulators = dict[str, StandIn](), list[Any]()
+    by_name, stand_ins, accumulators = dict[str, Tensor](), list[StandIn](), list[Any]()
     for name, weight in weights.items():
         leaf, elsewhere = te_operands.leaf_of(weight), None
         if module.fuse_wgrad_accumulation:
             # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
             leaf.main_grad = weight.main_grad  # type: ignore[attr-defined]
             elsewhere = partial(fused_gradient, weight, weight.dtype)
-        stand_ins[name] = leaves.add(key, weight, leaf, elsewhere=elsewhere)
+        by_name[name] = leaf
+        stand_ins.append(leaves.add(key, weight, leaf, elsewhere=elsewhere))
         if listener.must_hear:
             accumulators.append(accumulator_of(leaf))
             accumulators[-1].register_hook(partial(listener.arrived, leaf))
-    by_name, heard = {name: each.leaf for name, each in stand_ins.items()}, listener if accumulators else None
-    return Leaves(stand_ins, by_name, tuple(weights.values()), heard, accumulators)
+    plain = all(type(weight) is torch.nn.Parameter for weight in weights.values())
+    addresses = [weight.data_ptr() for weight in weights.values()] if plain else None
+    heard = listener if accumulators else None
+    return Leaves(weights, by_name, tuple(weights.values()), tuple(stand_ins), addresses, heard, accumulators)
 
 
 class Use(NamedTuple):

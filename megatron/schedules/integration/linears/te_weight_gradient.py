@@ -93,7 +93,7 @@ class WeightGradient(Product):
         gradients: list[Tensor | None]
         gradients, bias_gradients = super().__call__()
         if self._use.fused:
-            gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.weights]
+            gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.parameters]
         if self._biases:
             gradients = [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]
         return gradients

@@ -59,7 +59,6 @@ from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, ou
 from megatron.schedules.integration.linears.products import defer
 from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
-from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
@@ -175,21 +174,21 @@ class _Forward:
     def _serves_again(self, use: Use) -> bool:
         """Returns whether later forwards with this use need nothing but its leaves, not even :func:`_adding`."""
         mine = self._module.__dict__.get("forward") is self and not getattr(self._module, "is_first_microbatch", True)
-        return mine and use.leaves.serve_again and use.leaves.listener is None
+        return mine and use.leaves.addresses is not None and use.leaves.listener is None
 
     def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
         """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
         leaves, module = self._store.leaves, self._module
         earlier: Use | None = leaves.kept_by(self)
         if earlier is not None and earlier.leaves.are_of(module):
-            leaves.add_again(key, earlier.leaves.stand_ins.values())
+            leaves.add_again(key, earlier.leaves.stand_ins)
             return earlier
         weights = _weights(module)
         self.whole_because = self._never_split or _why_whole(weights, biases)
         if self.whole_because is not None:
             return None
         use = use_of(module, self._store, new_leaves(leaves, key, module, weights, self._listener))
-        if use.leaves.serve_again:
+        if use.leaves.addresses is not None:
             leaves.keep(self, use)
         return use
 
@@ -319,7 +318,7 @@ class _Call:
         self._deferred = True
         if use.leaves.listener is not None:
             use.leaves.listener.deferred(id(self))
-        parameters = (*use.leaves.weights, *self._biases.values()) if self._biases else use.leaves.weights
+        parameters = (*use.leaves.parameters, *self._biases.values()) if self._biases else use.leaves.parameters
         defer(use.store, key, work, parameters)
 
 
@@ -333,7 +332,7 @@ class _Replaced:
 
     def __init__(self, use: Use, call: _Call, leaves: Mapping[str, Tensor]) -> None:
         self._module, self._leaves, self._call = use.module, use.leaves, call
-        self.stand_ins = tuple(use.leaves.stand_ins.values())
+        self.stand_ins = use.leaves.stand_ins
         own, forward = use.module.__dict__, type(use.module).forward
         self._own = {name: own[name] for name in ("forward", "wgrad_store", *te_operands.BULK) if name in own}
         self._attributes = {**dict.fromkeys(self._own, False), **use.leaves.leaves, **leaves}
@@ -341,14 +340,14 @@ class _Replaced:
         self._names = (*use.leaves.leaves, *leaves)
 
     def begin(self) -> bool:
-        serves = self._leaves.are_of(self._module)
-        if serves:
-            self.__enter__()
-        return serves
+        if not self._leaves.are_of(self._module):
+            return False
+        self.__enter__()
+        return True
 
     def end(self) -> bool:
         self.__exit__()
-        return all(map(StandIn.in_place, self.stand_ins))
+        return self._leaves.in_place()
 
     def __enter__(self) -> None:
         self._call.in_forward = True
