@@ -70,7 +70,7 @@ class Experts(torch.nn.Module):
 def compare(model: Any, order: str = SEVERAL_I_AHEAD, **settings: Any) -> Any:
     from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
-    # From the second call on, forwards are prepared as a whole.
+    # From the second call on no backward need be heard, and later forwards have what the first one had.
     return helpers.compare(model, order, **{"bind": split_te_linears, "calls": 2} | settings)
 
 

@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
 from split_te_helpers import EXPERTS, Block, Experts, bound, compare, linear, tensor_parallel
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.planner.registry import Request, plan
@@ -371,111 +370,6 @@ def kept_whole() -> None:
     store.run(0, 0)
 
 
-class _Prepared:
-    """A model in a call whose forwards have leaves from the start, but for the first; it has run that one."""
-
-    def __init__(self, calls: ExitStack, model: Any) -> None:
-        self.model, self.store = model, bound(model)
-        for _ in range(2):  # the first shows that Transformer Engine delays
-            calls.close()
-            calls.enter_context(self.store.keeping_graphs())
-            self.run(0)
-
-    def run(self, m: int, forward: Callable[[Tensor], Tensor] | None = None) -> int:
-        """Runs a microbatch; returns how many linears looked for their leaves themselves."""
-        from megatron.schedules.integration.linears.transformer_engine import _Forward
-
-        (x,), asked = helpers.inputs_of(1, torch.float32), mock.patch.object(_Forward, "_use", autospec=True)
-        use = _Forward._use
-        with asked as asking:
-            asking.side_effect = use
-            with self.store.split(0, m):
-                loss = helpers.loss((forward or self.model)(x))
-            with self.store.input_gradient(0, m):
-                loss.backward()
-        self.store.run(0, m)
-        return asking.call_count
-
-
-def forwards_are_prepared_as_a_whole() -> None:
-    with ExitStack() as calls:
-        prepared = _Prepared(calls, Block(bias=False))
-        model = prepared.model
-
-        def within(x: Tensor) -> Tensor:
-            assert "weight" in vars(model.up) and model.up.wgrad_store is not store
-            return model(x)  # type: ignore[no-any-return]
-
-        store = model.up.wgrad_store
-        assert [prepared.run(m, within) for m in (1, 2)] == [0, 0]
-        assert model.up.wgrad_store is store and "weight" not in vars(model.up)
-        # One that has changed finds its leaves itself, and is prepared again.
-        model.up.weight.data = model.up.weight.data.clone()
-        assert [prepared.run(m) for m in (3, 4)] == [1, 0]
-        # A whole forward between split ones has the parameters.
-        gradient, (x,) = model.up.weight.grad.clone(), helpers.inputs_of(1, torch.float32)
-        helpers.loss(model(x)).backward()
-        assert not torch.equal(model.up.weight.grad, gradient)
-        assert prepared.run(5) == 0
-        # So has a call that follows.
-        calls.close()
-        with prepared.store.keeping_graphs():
-            assert prepared.run(0) == 3
-
-
-def linears_with_more_to_do_in_a_forward_are_not_prepared() -> None:
-    class Told(torch.nn.Module):
-        """Its linear is told in each forward whether the microbatch is the first."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = sys.modules["transformer_engine.pytorch"].Linear(8, 8, bias=False, device="cpu")
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.linear(x, is_first_microbatch=True)
-            return output
-
-    with ExitStack() as calls:
-        told = _Prepared(calls, Told())
-        assert [told.run(m) for m in (1, 2)] == [1, 1]
-    with ExitStack() as calls:
-        prepared, seen = _Prepared(calls, Block(bias=False)), []
-        up = prepared.model.up
-        replaced = up.forward
-        up.forward = lambda x: (seen.append(x), replaced(x))[1]
-        calls.close()
-        with prepared.store.keeping_graphs():
-            assert [prepared.run(m) for m in (0, 1, 2)] == [3, 1, 1]
-        assert len(seen) == 3
-
-
-def a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared() -> None:
-    with ExitStack() as calls:
-        prepared = _Prepared(calls, Block(bias=False))
-
-        def forward(x: Tensor) -> Tensor:
-            again = checkpoint(prepared.model, x, use_reentrant=False)
-            (gradient,) = torch.autograd.grad(again.square().sum(), x)
-            return prepared.model(x + gradient)  # type: ignore[no-any-return]
-
-        assert prepared.run(1, forward) == 3
-        assert prepared.run(2) == 0
-
-
-def memory_that_changes_in_a_prepared_forward_is_no_secret() -> None:
-    with ExitStack() as calls:
-        prepared = _Prepared(calls, Block(bias=False))
-        weight = prepared.model.down.weight
-
-        def move(x: Tensor) -> Tensor:
-            weight.data = weight.data.clone()
-            return prepared.model(x)  # type: ignore[no-any-return]
-
-        with pytest.raises(RuntimeError, match="stage 0, microbatch 1: a weight got other memory in the forward"):
-            prepared.run(1, move)
-        assert "weight" not in vars(prepared.model.down)
-
-
 def what_changes_between_microbatches_counts() -> None:
     """Forwards of one call share leaves, as long as those are the weight's."""
     model = linear("Linear", 8, 8, bias=False)
@@ -490,6 +384,9 @@ def what_changes_between_microbatches_counts() -> None:
         (lambda: model.weight.requires_grad_(True), 1),
         (lambda: setattr(model.weight, "overwrite_main_grad", True), 0),
     ]
+    with store.keeping_graphs(), store.input_gradient(0, 0):
+        model(x).sum().backward()  # from then on no backward need be heard
+    store.run(0, 0)
     with store.keeping_graphs():
         for number, (change, waiting) in enumerate(changes):
             change()
@@ -502,6 +399,54 @@ def what_changes_between_microbatches_counts() -> None:
                 before = 0 if model.weight.grad is None else model.weight.grad.sum()
                 store.run(*key)
                 assert not waiting or model.weight.grad.sum() != before, number
+
+
+def a_bias_trained_from_the_second_microbatch_on_gets_its_gradient() -> None:
+    model = linear("Linear", 8, 8)
+    store, (x,) = bound(model), helpers.inputs_of(1, torch.float32)
+    for trained in ((True,), (False, True, True)):
+        with store.keeping_graphs():
+            for m, trains in enumerate(trained):
+                model.bias.requires_grad_(trains)
+                model.bias.grad = None
+                with store.input_gradient(0, m):
+                    model(x).sum().backward()
+                assert model.bias.grad is None
+                store.run(0, m)
+                assert (model.bias.grad is not None) == trains
+
+
+def weights_replaced_for_a_run_within_a_forward() -> None:
+    """Or frozen for one, as a teacher's or a discriminator's are; the first microbatch has no such run."""
+    models = [Block(bias=False) for _ in range(2)]
+    store = bound(models[1])
+
+    def forward(model: Any, x: Tensor, microbatch: int) -> Tensor:
+        output, weight = model(x), model.down.weight
+        own = weight.data
+        if microbatch == 1:
+            weight.data = own.flip(0)
+            with torch.no_grad():
+                output = output * model(x)
+            weight.data = own
+        elif microbatch == 2:
+            weight.requires_grad_(False)
+            output = output * model(x)
+            weight.requires_grad_(True)
+        return output + weight.square().sum()  # type: ignore[no-any-return]
+
+    for microbatches in (1, 4):
+        with store.keeping_graphs():
+            for m in range(microbatches):
+                (x,) = helpers.inputs_of(1, torch.float32)
+                helpers.loss(forward(models[0], x, m)).backward()
+                with store.split(0, m):
+                    loss = helpers.loss(forward(models[1], x, m))
+                with store.input_gradient(0, m):
+                    loss.backward()
+                store.run(0, m)
+                for (name, own), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+                    assert torch.allclose(own.grad, other.grad, rtol=1e-5, atol=1e-6), (m, name)
 
 
 def the_first_microbatch_is_still_one_for_caches_of_quantised_weights() -> None:
@@ -675,11 +620,9 @@ CHECKS = (
     bound_again_to_a_newer_store,
     the_binding_of_a_model_splits_them_where_stocks_backward_will_not_do,
     kept_whole,
-    forwards_are_prepared_as_a_whole,
-    linears_with_more_to_do_in_a_forward_are_not_prepared,
-    a_forward_recomputed_by_a_backward_of_user_code_is_not_prepared,
-    memory_that_changes_in_a_prepared_forward_is_no_secret,
     what_changes_between_microbatches_counts,
+    a_bias_trained_from_the_second_microbatch_on_gets_its_gradient,
+    weights_replaced_for_a_run_within_a_forward,
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,
     a_gradient_that_was_not_delayed_is_no_secret,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,19 +50,6 @@ class StandIn(NamedTuple):
         return self.parameter.data_ptr() == self.leaf.data_ptr()
 
 
-class Prepared(Protocol):
-    """A split operation that forwards of one stage use alike, prepared for each of them as a whole."""
-
-    stand_ins: tuple[StandIn, ...]
-    """Of its parameters."""
-
-    def begin(self) -> bool:
-        """Prepares a forward; False if the operation must do so itself when it runs."""
-
-    def end(self) -> bool:
-        """Undoes what :meth:`begin` did; False if a parameter has got other memory meanwhile."""
-
-
 class ParameterLeaves:
     """Leaves of split forwards, per (stage, microbatch), from the forward until W.
 
@@ -80,8 +67,6 @@ class ParameterLeaves:
         self._watches_all = watches_all
         self.deferring: Key | None = None
         self._kept: dict[int, Any] | None = None  # what linears keep, by identity; None outside of a call
-        self._prepared: dict[int, dict[int, Prepared]] = {}  # by stage and identity of the owner
-        self._begun: list[Prepared] = []  # of the forward that runs
         self.partial: set[int] = set()
         self._leaves: dict[Key, list[StandIn]] = {}
         self._shared: dict[int, StandIn] | None = None
@@ -126,7 +111,6 @@ class ParameterLeaves:
                 yield
         finally:
             self._shared = self._kept = None
-            self._prepared.clear()
 
     def keep(self, owner: object, use: Any) -> None:
         """Keeps ``use`` for later forwards of ``owner`` in one call of the schedule; nothing outside of one."""
@@ -136,11 +120,6 @@ class ParameterLeaves:
     def kept_by(self, owner: object) -> Any:
         """Returns what ``owner`` has kept, or None."""
         return None if self._kept is None else self._kept.get(id(owner))
-
-    def prepare(self, stage: int, owner: object, operation: Prepared) -> None:
-        """Prepares ``operation``, in place of an earlier one of ``owner``, for later forwards of a stage in a call."""
-        if self._kept is not None:
-            self._prepared.setdefault(stage, {})[id(owner)] = operation
 
     def switch(self, key: Key, switch: Switch) -> None:
         """Calls ``switch`` with True when the I of ``key`` begins to defer, or now, and with False when it stops."""
@@ -175,9 +154,9 @@ class ParameterLeaves:
                     f"{tuple(parameter.shape)} was computed in I and not deferred to W, so it would be lost"
                 )
 
-    def forward(self, key: Key) -> AbstractContextManager[None]:
-        """Surrounds the split forward of ``key``: every backward in it is user code's."""
-        return _PassOfF(self, key)
+    def forward(self) -> AbstractContextManager[None]:
+        """Surrounds a split forward: every backward in it is user code's."""
+        return _Pass(self, None)
 
     def input_gradient(self, key: Key) -> AbstractContextManager[None]:
         """Surrounds the engine's I of ``key``.
@@ -239,23 +218,12 @@ class ParameterLeaves:
         leaves = [[stand_in.leaf for stand_in in self._open() if stand_in.parameter is input] for input in inputs]
         asked = (*inputs, *(leaf for of_input in leaves for leaf in of_input))
         allowed = allow_unreachable or len(asked) > len(inputs)
-        with _Deferring(self, None), self._filled_from_elsewhere(), self._unprepared():
+        with _Deferring(self, None), self._filled_from_elsewhere():
             computed = engine(outputs, gradients, *options, asked, allowed, accumulate_grad=accumulate_grad)
             if not accumulate_grad:
                 return _joined(inputs, leaves, computed, allow_unreachable)
             self._deliver(create_graph)
         return computed
-
-    @contextmanager
-    def _unprepared(self) -> Iterator[None]:
-        """Surrounds a backward in a forward. Operations that it recomputes prepare themselves."""
-        begun, self._begun = self._begun, []
-        for operation in begun:
-            operation.end()
-        try:
-            yield
-        finally:
-            self._begun = [operation for operation in begun if operation.begin()]
 
     @contextmanager
     def _filled_from_elsewhere(self) -> Iterator[None]:
@@ -323,39 +291,6 @@ class _Pass(_Deferring):
             self._backwards.__exit__(*error)
         self._leaves.passes -= 1
         super().__exit__(*error)
-
-
-class _PassOfF(_Pass):
-    """Prepares operations for the forward of a key."""
-
-    __slots__ = ("_before", "_of")
-
-    def __init__(self, leaves: ParameterLeaves, key: Key) -> None:
-        super().__init__(leaves, None)
-        self._of = key
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        leaves, key = self._leaves, self._of
-        begun = list[Prepared]()
-        self._before, leaves._begun = leaves._begun, begun
-        stand_ins = leaves._leaves.setdefault(key, [])
-        for operation in leaves._prepared.get(key[0], {}).values():
-            if operation.begin():
-                begun.append(operation)
-                stand_ins.extend(operation.stand_ins)
-
-    def __exit__(self, kind: Any = None, *error: Any) -> None:
-        leaves, in_place = self._leaves, True
-        begun, leaves._begun = leaves._begun, self._before
-        for operation in begun:
-            in_place &= operation.end()
-        super().__exit__(kind, *error)
-        if kind is None and not in_place:
-            raise RuntimeError(
-                f"stage {self._of[0]}, microbatch {self._of[1]}: a weight got other memory in the forward, which may "
-                "have read the memory that it had before; change it between forwards"
-            )
 
 
 class _PassOfI(_Pass):

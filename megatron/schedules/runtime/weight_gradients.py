@@ -66,8 +66,7 @@ class WeightGradients:
 
         A backward in it is user code's, and defers nothing.
         """
-        key = stage, microbatch
-        return _Opened(self, key, self.leaves.forward(key))
+        return _Opened(self, (stage, microbatch), self.leaves.forward())
 
     def input_gradient(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Works like :meth:`split` for the engine's I, which defers."""

@@ -77,34 +77,31 @@ class Leaves(NamedTuple):
     """Leaves in place of all weights of a linear.
 
     Args:
-        weights, leaves: by name.
         parameters: all weights.
-        stand_ins: with their leaves.
-        addresses: where they lie; None if a weight is quantized, whose numbers may lie elsewhere in another forward.
+        places: name, weight and address of each; none if one is quantized: its numbers may move between forwards.
+        stand_ins: the weights with their leaves.
+        leaves: by name.
         listener: of the linear, which hears of them as long as this lives, or a graph that reaches them; None if it
             need not.
         accumulators: nodes of the leaves that are heard.
     """
 
-    weights: dict[str, Tensor]
-    leaves: dict[str, Tensor]
     parameters: tuple[Tensor, ...]
+    places: Sequence[tuple[str, Tensor, int]]
     stand_ins: tuple[StandIn, ...]
-    addresses: list[int] | None
+    leaves: dict[str, Tensor]
     listener: Listener | None
     accumulators: Sequence[Any]
 
     def are_of(self, module: Any) -> bool:
         """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
         own = module._parameters
-        for name, weight in self.weights.items():
-            if own[name] is not weight or not weight.requires_grad or not vars(weight).keys().isdisjoint(MARKS):
+        for name, weight, address in self.places:
+            if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != address:
                 return False
-        return self.in_place()
-
-    def in_place(self) -> bool:
-        """Returns whether the weights still have the leaves' memory."""
-        return [weight.data_ptr() for weight in self.parameters] == self.addresses
+            if not vars(weight).keys().isdisjoint(MARKS):
+                return False
+        return bool(self.places)
 
 
 def new_leaves(
@@ -124,9 +121,9 @@ def new_leaves(
             accumulators.append(accumulator_of(leaf))
             accumulators[-1].register_hook(partial(listener.arrived, leaf))
     plain = all(type(weight) is torch.nn.Parameter for weight in weights.values())
-    addresses = [weight.data_ptr() for weight in weights.values()] if plain else None
+    places = [(name, weight, weight.data_ptr()) for name, weight in weights.items()] if plain else []
     heard = listener if accumulators else None
-    return Leaves(weights, by_name, tuple(weights.values()), tuple(stand_ins), addresses, heard, accumulators)
+    return Leaves(tuple(weights.values()), places, tuple(stand_ins), by_name, heard, accumulators)
 
 
 class Use(NamedTuple):

@@ -9,9 +9,6 @@ one forward the module gets
 - in place of each weight, and of each bias added in the product, a leaf with the same data and no hooks, because even a
   delayed backward calls the weights' hooks. The parameters themselves get their gradients in W.
 
-The first forward of a stage in a call of the schedule finds out how each linear is used. In later ones nearly all have
-these attributes from the start of the stage's forward to its end.
-
 The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` instead of adding
 to it, and lose gradients that another W had added. After each forward the autograd node is changed so that W adds.
 
@@ -47,7 +44,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
@@ -59,6 +55,7 @@ from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, ou
 from megatron.schedules.integration.linears.products import defer
 from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
+from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _WEIGHT, _BIAS = re.compile(r"weight\d*"), re.compile(r"bias\d*")
@@ -147,50 +144,47 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, key = self._module, self._store.current
         whole = type(module).forward
+        # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
+        first = getattr(module, "is_first_microbatch", True)
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
-        # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
-        adding = _adding if getattr(module, "is_first_microbatch", True) else _as_it_is
-        biases = _biases(module)
-        use = None if key is None else self._use(key, biases)
-        if use is None or key is None:
-            return adding(whole(module, *args, **kwargs))
-        leaves = self._store.leaves
-        # Of this forward alone: W itself looks for their gradients, which are there in I for some operands.
-        of_biases = {
-            name: leaves.add(key, bias, te_operands.leaf_of(bias), collected=False).leaf
-            for name, bias in biases.items()
-        }
-        replaced = _Replaced(use, _Call(use, biases, of_biases), of_biases)
-        with replaced:
+        replaced = None if key is None else self._replaced(key)
+        if replaced is None or key is None:
             output = whole(module, *args, **kwargs)
-        if use.input_over is not None:
-            leaves.switch(key, _InputInParts(output))
-        elif not biases and self._serves_again(use):
-            leaves.prepare(key[0], self, replaced)
-        return adding(output)
+        else:
+            output = replaced.forward(whole, args, kwargs)
+            if replaced.use.input_over is not None:
+                self._store.leaves.switch(key, _InputInParts(output))
+        if first:
+            _let_add(output)
+        return output
 
-    def _serves_again(self, use: Use) -> bool:
-        """Returns whether later forwards with this use need nothing but its leaves, not even :func:`_adding`."""
-        mine = self._module.__dict__.get("forward") is self and not getattr(self._module, "is_first_microbatch", True)
-        return mine and use.leaves.addresses is not None and use.leaves.listener is None
-
-    def _use(self, key: Key, biases: dict[str, Tensor]) -> Use | None:
-        """Returns how the forward of ``key`` uses this linear; None if it must not be split."""
+    def _replaced(self, key: Key) -> _Replaced | None:
+        """Returns what replaces attributes in the forward of ``key``; None if this linear must not be split."""
         leaves, module = self._store.leaves, self._module
-        earlier: Use | None = leaves.kept_by(self)
-        if earlier is not None and earlier.leaves.are_of(module):
-            leaves.add_again(key, earlier.leaves.stand_ins)
-            return earlier
-        weights = _weights(module)
-        self.whole_because = self._never_split or _why_whole(weights, biases)
-        if self.whole_because is not None:
-            return None
-        use = use_of(module, self._store, new_leaves(leaves, key, module, weights, self._listener))
-        if use.leaves.addresses is not None:
-            leaves.keep(self, use)
-        return use
+        earlier: _Replaced | None = leaves.kept_by(self)
+        if earlier is not None and earlier.use.leaves.are_of(module):
+            use = earlier.use
+            leaves.add_again(key, use.leaves.stand_ins)
+            if earlier.serves_again:
+                return earlier
+        else:
+            weights = _weights(module)
+            self.whole_because = self._never_split or _why_whole(weights, _biases(module))
+            if self.whole_because is not None:
+                return None
+            use = use_of(module, self._store, new_leaves(leaves, key, module, weights, self._listener))
+        # Of this forward alone: W itself looks for their gradients, which are there in I for some operands.
+        biases = {
+            name: leaves.add(key, bias, te_operands.leaf_of(bias), collected=False)
+            for name, bias in _biases(module).items()
+            if bias.requires_grad
+        }
+        replaced = _Replaced(use, biases)
+        if use.leaves.places:
+            leaves.keep(self, replaced)
+        return replaced
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
@@ -211,17 +205,12 @@ def _holders(output: Any) -> tuple[Any, Any]:
     )
 
 
-def _adding(output: Any) -> Any:
+def _let_add(output: Any) -> None:
     """Makes this call add its weight gradient to ``main_grad``, also for the first microbatch."""
     if (output[0] if isinstance(output, tuple) else output).requires_grad:
         for holder in _holders(output):
             if getattr(holder, "is_first_microbatch", None):
                 holder.is_first_microbatch = False
-    return output
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
 
 
 class _InputInParts:
@@ -247,12 +236,12 @@ def _weights(module: Any) -> dict[str, Tensor]:
 
 
 def _biases(module: Any) -> dict[str, Tensor]:
-    """Returns, by name, the trainable biases whose gradients are computed with those of the weights."""
+    """Returns, by name, the biases whose gradients are computed with those of the weights, if they are trained."""
     # If a bias is returned, or added after a reduction, autograd computes its gradient in I.
     if not module.apply_bias or getattr(module, "gemm_bias_unfused_add", False):
         return {}
     own = module._parameters.items()
-    return {name: bias for name, bias in own if bias is not None and bias.requires_grad and _is_a(_BIAS, name)}
+    return {name: bias for name, bias in own if bias is not None and _is_a(_BIAS, name)}
 
 
 @cache
@@ -265,7 +254,7 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
     if not weights:
         return "several weights in one"
     for bias in biases.values():
-        if type(bias) is not torch.nn.Parameter:
+        if bias.requires_grad and type(bias) is not torch.nn.Parameter:
             return _UNKNOWN
     for weight in weights.values():
         if type(weight) is not torch.nn.Parameter and not te_operands.is_primary(weight):
@@ -279,21 +268,21 @@ def _why_whole(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> str | N
 
 
 class _Call:
-    """The ``wgrad_store`` of backwards of a linear: of one forward, or of all of a stage that use it alike.
+    """The ``wgrad_store`` of backwards of a linear.
 
     Args:
         use: of the linear.
-        biases: trainable ones whose gradients are computed with those of the weights, by name.
-        leaves: in their place.
+        biases: by name, leaves in place of the trained ones whose gradients are computed with those of the weights.
 
     Attributes:
         in_forward: whether the forward runs.
     """
 
-    __slots__ = ("_biases", "_deferred", "_leaves", "_use", "in_forward")
+    __slots__ = ("_biases", "_deferred", "_parameters", "_use", "in_forward")
 
-    def __init__(self, use: Use, biases: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
-        self._use, self._biases, self._leaves = use, biases, leaves
+    def __init__(self, use: Use, biases: Mapping[str, StandIn]) -> None:
+        self._use, self._biases = use, {name: each.leaf for name, each in biases.items()}
+        self._parameters = (*use.leaves.parameters, *(each.parameter for each in biases.values()))
         self.in_forward = self._deferred = False
 
     def delay_wgrad_compute(self) -> bool:
@@ -314,48 +303,46 @@ class _Call:
         if use.column_parallel:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
             use.store.compute_ahead(key)
-        work = WeightGradient(use, self._leaves, tensor_list, func)
+        work = WeightGradient(use, self._biases, tensor_list, func)
         self._deferred = True
         if use.leaves.listener is not None:
             use.leaves.listener.deferred(id(self))
-        parameters = (*use.leaves.parameters, *self._biases.values()) if self._biases else use.leaves.parameters
-        defer(use.store, key, work, parameters)
+        defer(use.store, key, work, self._parameters)
 
 
 class _Replaced:
     """What a linear has as instance attributes in a forward, in place of its own: leaves and ``wgrad_store``.
 
-    Nothing overlaps in bulk. See :class:`.Prepared`.
+    Nothing overlaps in bulk. Arguments are those of :class:`_Call`.
+
+    Attributes:
+        use: as above.
+        serves_again: whether all forwards with this use can have it: those have neither biases of their own nor a
+            listener, who tells calls apart.
     """
 
-    __slots__ = ("_attributes", "_call", "_leaves", "_module", "_names", "_own", "stand_ins")
+    __slots__ = ("_attributes", "_call", "_names", "_own", "serves_again", "use")
 
-    def __init__(self, use: Use, call: _Call, leaves: Mapping[str, Tensor]) -> None:
-        self._module, self._leaves, self._call = use.module, use.leaves, call
-        self.stand_ins = use.leaves.stand_ins
-        own, forward = use.module.__dict__, type(use.module).forward
-        self._own = {name: own[name] for name in ("forward", "wgrad_store", *te_operands.BULK) if name in own}
-        self._attributes = {**dict.fromkeys(self._own, False), **use.leaves.leaves, **leaves}
-        self._attributes |= {"forward": MethodType(forward, use.module), "wgrad_store": call}
-        self._names = (*use.leaves.leaves, *leaves)
+    def __init__(self, use: Use, biases: Mapping[str, StandIn]) -> None:
+        self.use, self._call = use, _Call(use, biases)
+        self.serves_again = use.leaves.listener is None and not _biases(use.module)
+        leaves = use.leaves.leaves | {name: each.leaf for name, each in biases.items()}
+        own = use.module.__dict__
+        self._own = {name: own[name] for name in te_operands.BULK if own.get(name)}
+        self._attributes = {**dict.fromkeys(self._own, False), **leaves, "wgrad_store": self._call}
+        self._own["wgrad_store"] = own["wgrad_store"]
+        self._names = tuple(leaves)
 
-    def begin(self) -> bool:
-        if not self._leaves.are_of(self._module):
-            return False
-        self.__enter__()
-        return True
-
-    def end(self) -> bool:
-        self.__exit__()
-        return self._leaves.in_place()
-
-    def __enter__(self) -> None:
-        self._call.in_forward = True
-        self._module.__dict__.update(self._attributes)
-
-    def __exit__(self, *_: object) -> None:
-        self._call.in_forward = False
-        own = self._module.__dict__
-        own.update(self._own)
-        for name in self._names:
-            del own[name]
+    def forward(self, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns what ``whole`` does with the linear."""
+        module, call = self.use.module, self._call
+        own = module.__dict__
+        own.update(self._attributes)
+        call.in_forward = True
+        try:
+            return whole(module, *args, **kwargs)
+        finally:
+            call.in_forward = False
+            own.update(self._own)
+            for name in self._names:
+                del own[name]
