@@ -235,6 +235,8 @@ def compare(
     recomputes = Recomputes(capture_state) if "R" in order else None
     if recomputes is not None:
         recompute_layer(other, recomputes)
+    names = list(hooks.fired)
+    parameters, other_parameters = dict(model.named_parameters()), dict(other.named_parameters())
     for _ in range(calls):
         for parameter in (*model.parameters(), *other.parameters()):
             if parameter.requires_grad:
@@ -245,12 +247,10 @@ def compare(
             ours = split(partial(forward, other), other_x, store, order, recomputes)
         assert_same("output", ours, stocks)
         assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
-    names = list(hooks.fired)
-    parameters, other_parameters = dict(model.named_parameters()), dict(other.named_parameters())
-    for name in names:
-        assert parameters[name].main_grad.abs().sum() > 0, f"{name} has no gradient to compare"
-        assert_same(name, [other_parameters[name].main_grad], [parameters[name].main_grad])
-        assert other_parameters[name].grad is None
+        for name in names:
+            assert parameters[name].main_grad.abs().sum() > 0, f"{name} has no gradient to compare"
+            assert_same(name, [other_parameters[name].main_grad], [parameters[name].main_grad])
+            assert other_parameters[name].grad is None
     assert other_hooks.fired == hooks.fired
     assert not once or hooks.fired == dict.fromkeys(names, calls * microbatches)
     return SimpleNamespace(split=split_count, model=other, store=store)

@@ -248,12 +248,11 @@ class WeightGradients:
 
     def _backward(self, items: Collection[DeferredGradient], compute: Closure) -> None:
         graphs = {} if self._graphs is None else self._graphs
-        each = [item.parameters for item in items]
-        which = (tuple(map(len, each)), tuple(map(id, chain.from_iterable(each))), tuple([i.replays for i in items]))
+        uses, replays = tuple([item.parameters for item in items]), tuple([item.replays for item in items])
+        which = (tuple(map(len, uses)), tuple(map(id, chain.from_iterable(uses))), replays)
         if (graph := graphs.get(which)) is None:
             # CUDA graphs share the memory of their gradients.
-            uses, last = tuple(item.parameters for item in items), [item.replays for item in items]
-            graph = graphs[which] = WeightGraph(uses, last)
+            graph = graphs[which] = WeightGraph(uses, last=replays)
         graph.run(compute)
 
     def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:

@@ -69,7 +69,10 @@ class Product(ABC):
     @staticmethod
     def gathered(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
         """Starts gathering the rows of all ranks; returns them and the communication to wait for, or None."""
-        return gathered(part, group)
+        part = part.contiguous()
+        # Not a shared buffer: it is filled while another W still reads its gathered rows.
+        whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
+        return whole, torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
 
     @property
     def held(self) -> list[Tensor]:
@@ -119,14 +122,6 @@ def memory_of(operand: Any) -> list[Tensor]:
             return list(operand)
         return [tensor for part in operand for tensor in memory_of(part)]
     return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
-
-
-def gathered(part: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
-    """Starts gathering the rows of all ranks; returns them and the communication to wait for before reading them."""
-    part = part.contiguous()
-    # Not a shared buffer: it is filled while another W still reads its gathered rows.
-    whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
-    return whole, torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
 
 
 def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:

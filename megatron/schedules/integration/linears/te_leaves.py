@@ -77,7 +77,6 @@ class Leaves(NamedTuple):
     """Leaves in place of all weights of a linear.
 
     Args:
-        parameters: all weights.
         places: name, weight and address of each; none if one is quantized: its numbers may move between forwards.
         stand_ins: the weights with their leaves.
         leaves: by name.
@@ -86,7 +85,6 @@ class Leaves(NamedTuple):
         accumulators: nodes of the leaves that are heard.
     """
 
-    parameters: tuple[Tensor, ...]
     places: Sequence[tuple[str, Tensor, int]]
     stand_ins: tuple[StandIn, ...]
     leaves: dict[str, Tensor]
@@ -123,7 +121,7 @@ def new_leaves(
     plain = all(type(weight) is torch.nn.Parameter for weight in weights.values())
     places = [(name, weight, weight.data_ptr()) for name, weight in weights.items()] if plain else []
     heard = listener if accumulators else None
-    return Leaves(tuple(weights.values()), places, tuple(stand_ins), by_name, heard, accumulators)
+    return Leaves(places, tuple(stand_ins), by_name, heard, accumulators)
 
 
 class Use(NamedTuple):

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.gpu_libraries import ENGINE
-from megatron.schedules.integration.linears.products import gathered
+from megatron.schedules.integration.linears.products import Product
 
 BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 """Attributes of a linear for the overlaps that are off in a split backward."""
@@ -97,7 +97,7 @@ def gathered_by_columns(operand: Any) -> bool:
 def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
     """Starts gathering the rows of all ranks; returns them and the communication to wait for, or None."""
     if not is_quantized(part):
-        return gathered(part, group)
+        return Product.gathered(part, group)
     columns = gathered_by_columns(part)
     quantizer = copy.copy(part._quantizer)
     quantizer.set_usage(rowwise=not columns, columnwise=columns)

@@ -54,8 +54,7 @@ class WeightGradient(Product):
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
         input, grad_output, *outputs = tensor_list
-        if use.store.volatile:
-            input, grad_output = use.store.kept(input), use.store.kept(grad_output)
+        input, grad_output = use.store.kept(input), use.store.kept(grad_output)
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: Sequence[tuple[Any, ...]] = ()
         if self._outputs and not use.fused:
@@ -67,21 +66,20 @@ class WeightGradient(Product):
             ahead, gathered_over = use.fused and use.row_parallel, use.gradient_over if plain else None
             if use.input_over is not None:
                 input, over = _part_of(input, grad_output, use.input_over)
-        if not plain:
-            te_operands.keep_columns(grad_output)
+        te_operands.keep_columns(grad_output)
         if use.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
             grad_output = te_operands.out_of_buffers(grad_output)
-        if type(input) is not Tensor:
-            by_columns = over is None or te_operands.gathered_by_columns(input)
-            (te_operands.keep_columns if by_columns else te_operands.keep_rows)(input)
+        if over is None or te_operands.gathered_by_columns(input):
+            te_operands.keep_columns(input)
+        else:
+            te_operands.keep_rows(input)
         super().__init__(input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
 
     def compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
-        if type(input) is not Tensor:
-            te_operands.keep_columns(input)  # may have been gathered by rows
+        te_operands.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
@@ -93,7 +91,7 @@ class WeightGradient(Product):
         gradients: list[Tensor | None]
         gradients, bias_gradients = super().__call__()
         if self._use.fused:
-            gradients = [fused_gradient(weight, weight.dtype) for weight in self._use.leaves.parameters]
+            gradients = [fused_gradient(each.parameter, each.parameter.dtype) for each in self._use.leaves.stand_ins]
         if self._biases:
             gradients = [*gradients, *(self._bias_gradient(name, bias_gradients) for name in self._biases)]
         return gradients

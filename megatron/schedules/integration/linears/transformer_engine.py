@@ -165,23 +165,23 @@ class _Forward:
         leaves, module = self._store.leaves, self._module
         earlier: _Replaced | None = leaves.kept_by(self)
         if earlier is not None and earlier.use.leaves.are_of(module):
-            use = earlier.use
-            leaves.add_again(key, use.leaves.stand_ins)
+            leaves.add_again(key, earlier.use.leaves.stand_ins)
             if earlier.serves_again:
                 return earlier
+            use, biases = earlier.use, _biases(module)
         else:
-            weights = _weights(module)
-            self.whole_because = self._never_split or _why_whole(weights, _biases(module))
+            weights, biases = _weights(module), _biases(module)
+            self.whole_because = self._never_split or _why_whole(weights, biases)
             if self.whole_because is not None:
                 return None
             use = use_of(module, self._store, new_leaves(leaves, key, module, weights, self._listener))
         # Of this forward alone: W itself looks for their gradients, which are there in I for some operands.
-        biases = {
+        of_biases = {
             name: leaves.add(key, bias, te_operands.leaf_of(bias), collected=False)
-            for name, bias in _biases(module).items()
+            for name, bias in biases.items()
             if bias.requires_grad
         }
-        replaced = _Replaced(use, biases)
+        replaced = _Replaced(use, of_biases, serves_again=not biases and use.leaves.listener is None)
         if use.leaves.places:
             leaves.keep(self, replaced)
         return replaced
@@ -282,7 +282,7 @@ class _Call:
 
     def __init__(self, use: Use, biases: Mapping[str, StandIn]) -> None:
         self._use, self._biases = use, {name: each.leaf for name, each in biases.items()}
-        self._parameters = (*use.leaves.parameters, *(each.parameter for each in biases.values()))
+        self._parameters = tuple(each.parameter for each in (*use.leaves.stand_ins, *biases.values()))
         self.in_forward = self._deferred = False
 
     def delay_wgrad_compute(self) -> bool:
@@ -313,19 +313,18 @@ class _Call:
 class _Replaced:
     """What a linear has as instance attributes in a forward, in place of its own: leaves and ``wgrad_store``.
 
-    Nothing overlaps in bulk. Arguments are those of :class:`_Call`.
+    Nothing overlaps in bulk.
 
-    Attributes:
-        use: as above.
+    Args:
+        use, biases: as for :class:`_Call`.
         serves_again: whether all forwards with this use can have it: those have neither biases of their own nor a
             listener, who tells calls apart.
     """
 
     __slots__ = ("_attributes", "_call", "_names", "_own", "serves_again", "use")
 
-    def __init__(self, use: Use, biases: Mapping[str, StandIn]) -> None:
-        self.use, self._call = use, _Call(use, biases)
-        self.serves_again = use.leaves.listener is None and not _biases(use.module)
+    def __init__(self, use: Use, biases: Mapping[str, StandIn], *, serves_again: bool) -> None:
+        self.use, self.serves_again, self._call = use, serves_again, _Call(use, biases)
         leaves = use.leaves.leaves | {name: each.leaf for name, each in biases.items()}
         own = use.module.__dict__
         self._own = {name: own[name] for name in te_operands.BULK if own.get(name)}
