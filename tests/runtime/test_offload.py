@@ -371,9 +371,9 @@ def program_of(order: str, n: int = 1) -> Program:
 def test_a_program_knows_what_goes_and_counts_computing_alone():
     program = program_of("0F0 0F1 0O1 0I0 0L1 0W0 0I1 0W1", 2)
     assert program.offloads(0, 1) and not program.offloads(0, 0) and program.has_offload
-    assert program.weight_after(Kind.W, 0, 0) is None
-    assert program.weight_after(Kind.I, 0, 0) is None, "its own"
-    assert program_of("0F0 0F1 0I0 0I1 0O0 0L0 0W0 0W1", 2).weight_after(Kind.I, 0, 1) == (0, 0)
+    assert program.weights_after.get((Kind.W, 0, 0)) is None
+    assert program.weights_after.get((Kind.I, 0, 0)) is None, "its own"
+    assert program_of("0F0 0F1 0I0 0I1 0O0 0L0 0W0 0W1", 2).weights_after.get((Kind.I, 0, 1)) == (0, 0)
     assert program_of("0F0 0F1 0B0 0O1 0L1 0B1", 2).endings[Kind.B, 0, 1].passes_left == 0
     assert program_of("0F0 0O0 0I0 0W0 0L0").endings[Kind.W, 0, 0].passes_left == 0
 

@@ -53,7 +53,7 @@ def _by_reference_counts_alone() -> Iterator[None]:
 def messages(model: StreamModel, program: Program) -> Transport:
     """A rank's transport, between it and peers that only the model has."""
     peers = {action.peer for action in program.actions if action.peer is not None}
-    ends = [{peer: ChannelEnd(Group(model), 0) for peer in peers} for _ in range(2)]  # type: ignore[arg-type]
+    ends = [{peer: ChannelEnd(Group(model), 0, streams=True) for peer in peers} for _ in range(2)]  # type: ignore[arg-type]
     return Transport(Channels(*ends, CPU), SPEC)
 
 

@@ -259,7 +259,8 @@ class FakeGroup:
 
 def test_a_peer_holds_two_messages_at_most_and_none_of_anothers():
     groups = FakeGroup(), FakeGroup()
-    transport = Transport(Channels({peer: ChannelEnd(group, 0) for peer, group in enumerate(groups)}, {}, CPU), ONE)
+    ends = {peer: ChannelEnd(group, 0, streams=True) for peer, group in enumerate(groups)}
+    transport = Transport(Channels(ends, {}, CPU), ONE)
     storages = [[_sent(transport, peer, torch.zeros(4)) for _ in range(sends)] for peer, sends in ((0, 5), (1, 1))]
     assert [[work.waits for work in group.works] for group in groups] == [[1, 1, 1, 0, 0], [0]]
     groups[0].tensors.clear()
@@ -269,13 +270,15 @@ def test_a_peer_holds_two_messages_at_most_and_none_of_anothers():
     assert all(storage() is None for storage in storages[0])
 
 
-def test_a_group_gets_memory_whose_owner_it_cannot_find():
+def test_a_group_with_streams_gets_memory_whose_owner_it_cannot_find():
     """NCCL's would have the allocator wait until the host has seen the message end."""
     group, tensor = FakeGroup(), torch.zeros(2, 2, dtype=torch.bfloat16)
-    end = ChannelEnd(group, 1)
-    end.send(tensor)
-    end.receive(tensor)
-    for given in group.tensors:
+    for streams in (True, False):
+        end = ChannelEnd(group, 1, streams)
+        end.send(tensor)
+        end.receive(tensor)
+    assert [given is tensor for given in group.tensors] == [False, False, True, True]
+    for given in group.tensors[:2]:
         assert given.data_ptr() == tensor.data_ptr() and (given.shape, given.dtype) == (tensor.shape, tensor.dtype)
         assert given.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 

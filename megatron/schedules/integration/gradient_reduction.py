@@ -51,8 +51,9 @@ class GradientReduction:
 
     def begin_pass(self) -> None:
         """Starts buckets before a pass, if some are ready."""
-        self._left = self._pace
-        self._start()
+        if self._queue:
+            self._left = self._pace
+            self._start()
 
     def completing(
         self,

@@ -74,7 +74,7 @@ class MegatronStages(Stages):
         self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._coming = ComingWeights(program)
+        self._coming = None if budget is None else ComingWeights(program)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
         self._shared: SharedVocabulary | None = None
         if exchange is not None:
@@ -149,29 +149,27 @@ class MegatronStages(Stages):
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)
         result = self._backward(stage, microbatch, gradient)
-        self._coming.ended(Kind.B, stage, microbatch)
+        self._ended(Kind.B, stage, microbatch)
         return result
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.I, stage, microbatch)
         with self._store.input_gradient(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
-        self._coming.ended(Kind.I, stage, microbatch)
-        if self._budget is not None:
-            self._budget.deferred(stage, self._store.flops(stage, microbatch))
+        self._ended(Kind.I, stage, microbatch)
         return result
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.W, stage, microbatch)
-        self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
-        self._coming.ended(Kind.W, stage, microbatch)
+        self._store.run(stage, microbatch, self._program.weights_after.get((Kind.W, stage, microbatch)))
+        self._ended(Kind.W, stage, microbatch)
 
     def run_ahead(self, sent: int) -> None:
         """Computes weight gradients that are due, ahead of their W, behind a message of ``sent`` bytes.
 
         See :meth:`.WeightGradients.run_ahead`.
         """
-        assert self._budget is not None
+        assert self._budget is not None and self._coming is not None
         self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
@@ -226,7 +224,8 @@ class MegatronStages(Stages):
         self._reduction.begin_pass()
         if self._budget is not None and isinstance(kind, Kind):
             self._budget.begin(kind, stage)
-        ending = self._program.endings.get((kind, stage, microbatch))
+        this = kind, stage, microbatch
+        ending = self._program.endings.get(this)
         if ending is not None:
             elsewhere = {} if self._shared is None else self._shared.adds_to
             if kind in elsewhere:
@@ -235,10 +234,17 @@ class MegatronStages(Stages):
                 chunk, later = self._placement.chunk_of(stage), set().union(*(elsewhere[op] for op in ending.later))
                 late = self._adds_to(kind, stage, microbatch)
                 self._reduction.completing(chunk, late, ending.passes_left, later)
-        if isinstance(kind, Kind) and kind is not Kind.W:
-            after = self._program.weight_after(kind, stage, microbatch)
-            if after is not None:
-                self._store.prefetch(*after)
+        after = self._program.weights_after.get(this)
+        if after is not None and kind is not Kind.W:
+            self._store.prefetch(*after)
+
+    def _ended(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Notes the end of a backward where weight gradients run behind messages."""
+        if self._budget is None or self._coming is None:
+            return
+        self._coming.ended(kind, stage, microbatch)
+        if kind is Kind.I:
+            self._budget.deferred(stage, self._store.flops(stage, microbatch))
 
     def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
         """Returns the parameters to whose gradients a stage's weight backward adds; None if it may be all."""

@@ -381,20 +381,17 @@ class Program:
         return None if rank == self.rank else rank
 
     @cached_property
-    def _weights_after(self) -> Mapping[tuple[Kind | Op, int, int], tuple[int, int]]:
+    def weights_after(self) -> Mapping[tuple[Kind | Op, int, int], tuple[int, int]]:
+        """Stage and microbatch of the W that directly follows a pass, by kind, stage and microbatch of the pass.
+
+        Without the I of this W: before it, the W has no operands.
+        """
         passes = [action[:3] for action in self.actions if action.op in COMPUTING]
         return {
             before: after[1:]
             for before, after in pairwise(passes)
             if after[0] is Kind.W and before != (Kind.I, *after[1:])
         }
-
-    def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
-        """Returns stage and microbatch of the W that directly follows this pass; None if something else follows.
-
-        Also None if the pass is the I of this W: before it, the W has no operands.
-        """
-        return self._weights_after.get((kind, stage, microbatch))
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + " ".join(map(str, self.actions))

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from megatron.schedules.programs.program import SENDS, Instruction, Op, Program, computes
 from megatron.schedules.schedule.kinds import Kind
 
+# So many marks may wait before the host asks the device for the oldest.
+_MARKS = 16
 # Steps that the device takes part in. A send may make it wait for an earlier one.
 _ON_DEVICE = frozenset(op for op in (*Kind, *Op) if computes(op) or op in SENDS)
 
@@ -24,17 +26,19 @@ class End(Enum):
 
 
 class Position(NamedTuple):
-    """One step of one run. Each step that the host reaches makes a new object.
+    """One step of one run.
 
     Args:
+        number: counts the positions of a process.
         program: what is run.
         step: an instruction of it, or what comes after the last.
         arrived: whether the step has received what it needs from other ranks.
     """
 
+    number: int
     program: Program
     step: Instruction | End
-    arrived: bool = False
+    arrived: bool
 
     @property
     def awaits(self) -> bool:
@@ -55,18 +59,26 @@ class PositionTracker:
             None where the host computes.
 
     Attributes:
-        host: the host's position; None where no program is running.
+        number: counts the positions of the host, also those between programs.
         thread: the thread that runs the program.
         warm: whether a program has run to its end, so that kernels are compiled and loaded.
     """
 
     def __init__(self, mark: Callable[[], Any] | None = None) -> None:
-        self.host: Position | None = None
-        self.thread = 0
+        self.number = self.thread = 0
         self.warm = False
         self._program: Program
+        self._step: Instruction | End | None = None
+        self._arrived = False
         self._mark = mark
-        self._ahead: deque[tuple[Position, Any]] = deque()
+        # The fields of positions that the device may not have left, each with the mark behind it.
+        self._ahead: deque[tuple[int, Program, Instruction | End, bool, Any]] = deque()
+
+    @property
+    def host(self) -> Position | None:
+        """The host's position; None where no program is running."""
+        step = self._step
+        return None if step is None else Position(self.number, self._program, step, self._arrived)
 
     @contextmanager
     def running(self, *, marked: bool = True) -> Iterator[None]:
@@ -79,13 +91,16 @@ class PositionTracker:
         self._mark = mark if marked else None
         try:
             yield
-            self._leave(self.host)
+            if self._mark is not None:
+                self._leave(self._mark)
+                self._drop_passed()
             self.warm = True
         except BaseException:
             self._ahead = deque()
             raise
         finally:
-            self.host, self._mark = None, mark
+            self._step, self._mark = None, mark
+            self.number += 1
 
     def begin(self, program: Program) -> None:
         """This thread is about to run ``program``."""
@@ -93,36 +108,39 @@ class PositionTracker:
 
     def reach(self, step: Instruction | End) -> None:
         """The host begins with ``step``."""
-        left, self.host = self.host, Position(self._program, step)
         if self._mark is not None:
-            self._leave(left)
+            self._leave(self._mark)
+        self._step, self._arrived = step, False
+        self.number += 1
 
     def arrived(self) -> None:
         """The step has received what it needs from other ranks; on a GPU this holds for what the stream does next."""
-        left = self.host
-        assert left is not None
-        self.host = Position(left.program, left.step, arrived=True)
         if self._mark is not None:
-            self._leave(left)
+            self._leave(self._mark)
+        self._arrived = True
+        self.number += 1
 
     def device(self) -> Position | None:
         """Returns the first position that the host has left and the device has not."""
-        return next((position for position, mark in self._ahead.copy() if not _passed(mark)), None)
+        return next((Position(*left[:4]) for left in self._ahead.copy() if not _passed(left[4])), None)
 
     @property
     def device_is_behind(self) -> bool:
         """True if the device had work left when the host last looked. The device is not asked."""
         return bool(self._ahead)
 
-    def _leave(self, position: Position | None) -> None:
-        """Marks where the device leaves ``position``, if the device computes there; drops marks that it has passed."""
-        if self._mark is None or position is None:
-            return
-        step = position.step
-        if isinstance(step, End) or step.action.op in _ON_DEVICE:
-            self._ahead.append((position, self._mark()))
-            while self._ahead and self._ahead[0][1].query():
-                self._ahead.popleft()
+    def _leave(self, mark: Callable[[], Any]) -> None:
+        """Marks where the device leaves the host's position, if the device computes there."""
+        step = self._step
+        if step is not None and (isinstance(step, End) or step.action.op in _ON_DEVICE):
+            self._ahead.append((self.number, self._program, step, self._arrived, mark()))
+            if len(self._ahead) > _MARKS:
+                self._drop_passed()
+
+    def _drop_passed(self) -> None:
+        """Drops the marks that the device has passed."""
+        while self._ahead and self._ahead[0][4].query():
+            self._ahead.popleft()
 
 
 def _passed(mark: Any) -> bool:

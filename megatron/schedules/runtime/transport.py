@@ -44,18 +44,20 @@ class ChannelEnd:
     Args:
         group: the channel's two processes.
         other: the rank in ``group`` of the other one.
+        streams: whether messages go over a stream, as NCCL's.
     """
 
     group: dist.ProcessGroup
     other: int
+    streams: bool
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Posts the send of a contiguous ``tensor``."""
-        return self.group.send([disowned(tensor)], self.other, 0)
+        return self.group.send([disowned(tensor) if self.streams else tensor], self.other, 0)
 
     def receive(self, tensor: Tensor) -> dist.Work:
         """Posts a receive into a contiguous ``tensor``."""
-        return self.group.recv([disowned(tensor)], self.other, 0)
+        return self.group.recv([disowned(tensor) if self.streams else tensor], self.other, 0)
 
 
 def disowned(tensor: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ def make_channels(
     me, mine = dist.get_rank(), _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
     device = _device_of(backend)
-    made, numbers = Channels({}, {}, device), count()
+    made, numbers, streams = Channels({}, {}, device), count(), device.type == "cuda"
     for disjoint in rounds(channels):
         for pipeline, channel in product(pipelines, disjoint):
             ends = pipeline[channel.source], pipeline[channel.destination]
@@ -118,9 +120,9 @@ def make_channels(
                 list(ends), timeout=timeout, backend=backend, pg_options=options(), group_desc=f"pipeline {channel}"
             )
             if me == ends[0]:
-                made.outgoing[channel.destination] = ChannelEnd(group, dist.get_group_rank(group, ends[1]))
+                made.outgoing[channel.destination] = ChannelEnd(group, dist.get_group_rank(group, ends[1]), streams)
             elif me == ends[1]:
-                made.incoming[channel.source] = ChannelEnd(group, dist.get_group_rank(group, ends[0]))
+                made.incoming[channel.source] = ChannelEnd(group, dist.get_group_rank(group, ends[0]), streams)
         for channel in disjoint:
             _exchange(made, mine.index(me), channel, next(numbers))
     return made
@@ -230,6 +232,8 @@ class Transport:
     ) -> None:
         self._channels = channels
         self._spec = spec
+        self._moved_to = spec.device if spec.device != channels.device else None
+        self._blank = torch.empty(0, dtype=spec.dtype, device=channels.device)
         self._collectives = collectives
         self._sends: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._shapes: Transport | None = None
@@ -256,16 +260,16 @@ class Transport:
             sends = self._sends[peer]
             if len(sends) == SENDS_IN_FLIGHT:
                 sends.popleft()[0].wait()
-            payload = tensor.to(self._channels.device).contiguous()
+            payload = (tensor.to(self._channels.device) if self._moved_to else tensor).contiguous()
             sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
         """Posts the receive of the next message from pipeline rank ``peer``; returns at once, but for ``shapes``."""
         shape = self._spec.shape if self._shapes is None else self._shapes.receive(peer).wait().tolist()
         with without_modes():
-            buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
+            buffer = self._blank.new_empty(shape)
             work = self._channels.incoming[peer].receive(buffer)
-        return _Arriving(work, buffer, self._spec.device)
+        return _Arriving(work, buffer, self._moved_to)
 
     def collective(self, chain: Chain) -> Pending:
         """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
@@ -288,13 +292,15 @@ class Transport:
 
 
 class _Arriving(NamedTuple):
-    """A posted receive and its buffer."""
+    """A posted receive and its buffer, which is ``moved_to`` another device, if to any."""
 
     work: dist.Work
     buffer: Tensor
-    device: torch.device
+    moved_to: torch.device | None
 
     def wait(self) -> Tensor:
         self.work.wait()
+        if self.moved_to is None:
+            return self.buffer
         with without_modes():
-            return self.buffer.to(self.device)
+            return self.buffer.to(self.moved_to)

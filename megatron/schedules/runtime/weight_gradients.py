@@ -155,7 +155,9 @@ class WeightGradients:
 
         All ranks of a tensor-parallel group must call it at the same point of their programs.
         """
-        _prefetch_first(self._queue((stage, microbatch)))
+        queue = self._queue((stage, microbatch))
+        if self._communicates:
+            _prefetch_first(queue)
 
     def run(self, stage: int, microbatch: int, then: Key | None = None) -> None:
         """W: computes and accumulates all gradients queued for (stage, microbatch), in order, and closes it.
@@ -169,7 +171,7 @@ class WeightGradients:
         """
         key = (stage, microbatch)
         queue = self._queue(key)
-        if then is not None and all(item.computed for item in queue):
+        if self._communicates and then is not None and all(item.computed for item in queue):
             self.prefetch(*then)
         if queue:
             self._backward(queue, partial(self._take_first, queue, then))
