@@ -190,9 +190,15 @@ class ParameterLeaves:
 
     def _watched_in(self, key: Key) -> dict[int, Tensor]:
         """Returns the parameters of ``key`` whose hooks are watched, by identity."""
-        leaves = self._leaves.get(key, ())
+        parameters: dict[int, Any] = {id(each.parameter): each.parameter for each in self._leaves.get(key, ())}
+        if self._watches_all:
+            return parameters
         with without_modes():
-            return {id(leaf.parameter): leaf.parameter for leaf in leaves if self._watches_all or _has_hooks(leaf)}
+            return {
+                name: parameter
+                for name, parameter in parameters.items()
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            }
 
     def _watched(self, name: int, _: Tensor) -> None:
         if self.deferring is not None:
@@ -314,11 +320,6 @@ class _PassOfI(_Pass):
                 handle.remove()
         if self._key is not None:
             self._leaves._switches.pop(self._key, None)
-
-
-def _has_hooks(stand_in: StandIn) -> bool:
-    parameter: Any = stand_in.parameter
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def accumulator_of(leaf: Tensor) -> Any:

@@ -32,6 +32,9 @@ class WeightGradients:
         hooked: whether saved-tensor hooks may surround a forward, as a meter's always may.
         watches_all: see :class:`.ParameterLeaves`.
         volatile: where memory begins that is overwritten between I and W, such as that of CUDA graphs. May grow.
+
+    Attributes:
+        current: the (stage, microbatch) whose backward will be split; None outside of :meth:`split`.
     """
 
     def __init__(
@@ -52,14 +55,9 @@ class WeightGradients:
         self._adding: Counter[int] | None = None
         self._communicates = False  # whether a closure ever waited for communication
         self.leaves = ParameterLeaves(watches_all=watches_all)
-        # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
-        # own, which must see the key too. Passes of one rank never run at the same time.
-        self._current: Key | None = None
-
-    @property
-    def current(self) -> Key | None:
-        """The (stage, microbatch) whose backward will be split, or None outside :meth:`split`."""
-        return self._current
+        # Neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its own, which
+        # must see the key too. Passes of one rank never run at the same time.
+        self.current: Key | None = None
 
     def split(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Makes (stage, microbatch) current and opens it: a :meth:`run` must follow, even with nothing deferred.
@@ -113,7 +111,8 @@ class WeightGradients:
         self._communicates |= prefetch is not None
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
-        self._count(item, 1)
+        if self._adding is not None:
+            self._count(item, 1)
         queue.append(item)
 
     def kept(self, operand: Any) -> Any:
@@ -267,7 +266,7 @@ class WeightGradients:
         return self._take(item)
 
     def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
-        if not item.computed:
+        if self._adding is not None and not item.computed:
             self._count(item, -1)
         item.check_versions()
         gradients = item.closure()
@@ -298,14 +297,14 @@ class _Opened:
     def __enter__(self) -> None:
         store, key = self._store, self._key
         self._backwards.__enter__()
-        self._outer, store._current = store._current, key
+        self._outer, store.current = store.current, key
         store._waiting.setdefault(key, deque())
 
     def __exit__(self, *error: Any) -> None:
         try:
             self._backwards.__exit__(*error)
         finally:
-            self._store._current = self._outer
+            self._store.current = self._outer
 
 
 class _OpenedByI(_Opened):

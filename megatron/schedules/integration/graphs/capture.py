@@ -59,7 +59,7 @@ class CapturedGradients(WeightGradients):
         """Begins a forward or a backward, until the next begins; None for one that defers nothing."""
         if key is not None:
             self._waiting.setdefault(key, deque())
-        self._current = self.leaves.deferring = key
+        self.current = self.leaves.deferring = key
 
     def end_input_gradient(self, key: _Key) -> None:
         """Ends the I of ``key``."""

@@ -305,7 +305,7 @@ def _input_gradient(ctx: Any, grad_output: Tensor) -> Tensor | None:
                 use.store.compute_ahead(ctx.key)
                 reducing.wait()
         # Detached, or the graph in front of the linear would stay until W.
-        work = _WeightGradient(ctx, use.store.kept(input.detach()), use.store.kept(grad_output))
+        work = _WeightGradient(ctx, input.detach(), grad_output)
         defer(use.store, ctx.key, work, work.parameters)
     return grad_input
 

@@ -16,7 +16,7 @@ Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,11 @@ class Product(ABC):
     @property
     def held(self) -> list[Tensor]:
         """Tensors of the operands that are stored until W."""
-        return [tensor for operand in self._operands for tensor in memory_of(operand)]
+        return memory_of(self._operands)
+
+    def keep(self, kept: Callable[[Any], Any]) -> None:
+        """Replaces each operand by what ``kept`` returns for it."""
+        self._operands = [kept(operand) for operand in self._operands]
 
     def gather(self) -> None:
         """Starts gathering the operand of which this rank has only a part, if there is one."""
@@ -131,6 +135,8 @@ def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 def defer(store: WeightGradients, key: Key, product: Product, parameters: Sequence[Tensor]) -> None:
     """Defers ``product`` to the W of ``key``."""
+    if store.volatile:
+        product.keep(store.kept)
     prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
     store.defer(key, product, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

@@ -54,7 +54,6 @@ class WeightGradient(Product):
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
         input, grad_output, *outputs = tensor_list
-        input, grad_output = use.store.kept(input), use.store.kept(grad_output)
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: Sequence[tuple[Any, ...]] = ()
         if self._outputs and not use.fused:
@@ -79,7 +78,8 @@ class WeightGradient(Product):
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
-        te_operands.keep_columns(input)  # may have been gathered by rows
+        if self.gathers:
+            te_operands.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
