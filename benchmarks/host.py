@@ -17,7 +17,7 @@ from benchmarks.host_ranks import WARM_UP, Turn, seconds_of_steps
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 
 _SIZES, _MICROBATCHES, _LAYERS = (2, 4), 32, 8
-_STARTS, _STEPS, _QUICK_STEPS = 6, 6, 3
+_STARTS, _STEPS = 10, 3
 _MOST_S = 900.0
 _LOCAL, _ENGINES = "local", "transformer_engine"
 _LAYERS_OF = {_LOCAL: "local", _ENGINES: "Transformer Engine's"}
@@ -87,7 +87,7 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
 
 
 def _start_local(quick: bool, say: Say) -> Iterator[Row]:
-    yield from _start(_LOCAL, quick, say)
+    yield from _start(_LOCAL, say)
 
 
 def _start_engines(quick: bool, say: Say) -> Iterator[Row]:
@@ -99,17 +99,16 @@ def _start_engines(quick: bool, say: Say) -> Iterator[Row]:
         return
     sys.path.insert(0, str(max(versions, key=lambda path: [int(part) for part in path.name.split(".")])))
     without_gpu()
-    yield from _start(_ENGINES, quick, say)
+    yield from _start(_ENGINES, say)
 
 
-def _start(layers: str, quick: bool, say: Say) -> Iterator[Row]:
+def _start(layers: str, say: Say) -> Iterator[Row]:
     """Starts all jobs once; yields the seconds of the steps of each."""
     import pretrain_gpt  # noqa: F401 - here once, for all ranks
     from benchmarks.emulated_ranks import running_ranks
     from benchmarks.quick_start import quick_start
 
     quick_start()
-    steps = _QUICK_STEPS if quick else _STEPS
     for ranks in _SIZES:
         say(f"host: {_LAYERS_OF[layers]} layers on {ranks} ranks, {len(_JOBS)} jobs step by step")
         semaphores = [get_context("fork").Semaphore(0) for _ in range(ranks * len(_JOBS))]
@@ -118,7 +117,7 @@ def _start(layers: str, quick: bool, say: Say) -> Iterator[Row]:
             waits = []
             for number, job in enumerate(_JOBS):
                 flags = [*_MODEL, "--transformer-impl", layers, "--pipeline-model-parallel-size", str(ranks)]
-                flags += [*shlex.split(job.flags), "--train-iters", str(steps + WARM_UP)]
+                flags += [*shlex.split(job.flags), "--train-iters", str(_STEPS + WARM_UP)]
                 body = partial(seconds_of_steps, flags, turns[ranks * number : ranks * (number + 1)])
                 waits.append(running.enter_context(running_ranks(ranks, body, _MOST_S)))
             semaphores[0].release()
