@@ -117,8 +117,6 @@ class WeightGradients:
 
     def kept(self, operand: Any) -> Any:
         """Returns an operand of a closure as it may wait for W: a copy of each tensor in :attr:`volatile` memory."""
-        if not self.volatile:
-            return operand
         if isinstance(operand, (list, tuple)):
             return [self.kept(part) for part in operand]
         if type(operand) is Tensor and operand.untyped_storage().data_ptr() in self.volatile:
