@@ -111,8 +111,7 @@ class WeightGradients:
         self._communicates |= prefetch is not None
         item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
         item.hold(held_tensors)
-        if self._adding is not None:
-            self._count(item, 1)
+        self._count(item, 1)
         queue.append(item)
 
     def kept(self, operand: Any) -> Any:
@@ -264,7 +263,7 @@ class WeightGradients:
         return self._take(item)
 
     def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
-        if self._adding is not None and not item.computed:
+        if not item.computed:
             self._count(item, -1)
         item.check_versions()
         gradients = item.closure()
