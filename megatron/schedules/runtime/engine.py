@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 
 from torch import Tensor
@@ -108,8 +107,8 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
     return {
         Kind.F: forward,
-        Kind.B: partial(backward, stages.backward),
-        Kind.I: partial(backward, stages.backward_input),
+        Kind.B: lambda instruction: backward(stages.backward, instruction),
+        Kind.I: lambda instruction: backward(stages.backward_input, instruction),
         Kind.W: lambda instruction: stages.backward_weight(*work(instruction.action)),
         Kind.R: lambda instruction: stages.recompute_forward(*work(instruction.action)),
         Kind.O: lambda instruction: stages.offload(*work(instruction.action)),
