@@ -387,6 +387,8 @@ def test_marks_do_not_accumulate():
     with tracker.running():
         for _ in range(20):
             at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
+            # Of each pass that it left: its message, and itself; one is of the round before.
+            assert len(device.marks) == (5 if kept else 4)
             kept += map(weakref.ref, device.marks)
             device.marks.clear()
             assert sum(mark() is not None for mark in kept) <= 16

@@ -51,9 +51,8 @@ class GradientReduction:
 
     def begin_pass(self) -> None:
         """Starts buckets before a pass, if some are ready."""
-        if self._queue:
-            self._left = self._pace
-            self._start()
+        self._left = self._pace
+        self._start()
 
     def completing(
         self,

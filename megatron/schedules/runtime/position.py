@@ -122,7 +122,10 @@ class PositionTracker:
 
     def device(self) -> Position | None:
         """Returns the first position that the host has left and the device has not."""
-        return next((Position(*left[:4]) for left in self._ahead.copy() if not _passed(left[4])), None)
+        for number, program, step, arrived, mark in self._ahead.copy():
+            if not _passed(mark):
+                return Position(number, program, step, arrived)
+        return None
 
     @property
     def device_is_behind(self) -> bool:
@@ -139,7 +142,7 @@ class PositionTracker:
 
     def _drop_passed(self) -> None:
         """Drops the marks that the device has passed."""
-        while self._ahead and self._ahead[0][4].query():
+        while self._ahead and self._ahead[0][-1].query():
             self._ahead.popleft()
 
 

@@ -232,7 +232,7 @@ class Transport:
     ) -> None:
         self._channels = channels
         self._spec = spec
-        self._moved_to = spec.device if spec.device != channels.device else None
+        self._moves = spec.device != channels.device
         self._blank = torch.empty(0, dtype=spec.dtype, device=channels.device)
         self._collectives = collectives
         self._sends: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
@@ -260,7 +260,7 @@ class Transport:
             sends = self._sends[peer]
             if len(sends) == SENDS_IN_FLIGHT:
                 sends.popleft()[0].wait()
-            payload = (tensor.to(self._channels.device) if self._moved_to else tensor).contiguous()
+            payload = (tensor.to(self._channels.device) if self._moves else tensor).contiguous()
             sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
@@ -269,7 +269,7 @@ class Transport:
         with without_modes():
             buffer = self._blank.new_empty(shape)
             work = self._channels.incoming[peer].receive(buffer)
-        return _Arriving(work, buffer, self._moved_to)
+        return _Arriving(work, buffer, self._spec.device if self._moves else None)
 
     def collective(self, chain: Chain) -> Pending:
         """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.

@@ -76,8 +76,6 @@ def keep_columns(operand: Any) -> None:
 
     Plain tensors do not change.
     """
-    if type(operand) is Tensor:  # at once: most are
-        return
     if isinstance(operand, (list, tuple)):
         for tensor in operand:
             keep_columns(tensor)
