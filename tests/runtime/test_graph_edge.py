@@ -36,3 +36,16 @@ def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool, backwar
     backward(edge, torch.full((4, 2), 0.5))
     assert x.grad is not None
     assert x.grad.tolist() == [[3.0, 3.0]] * 4
+
+
+def test_a_loss_needs_no_gradient() -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    backward_from((2 * x).sum(), None)
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0]] * 4
+
+
+@pytest.mark.parametrize("start", [lambda output: output, edge_of])
+def test_what_is_no_loss_needs_one(start: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match="starts from one number"):
+        backward_from(start(2 * torch.ones(4, 2, requires_grad=True)), None)

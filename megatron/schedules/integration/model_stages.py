@@ -268,10 +268,7 @@ class MegatronStages(Stages):
             if gradient is None and self._config.grad_scale_func is not None:
                 start = self._config.grad_scale_func(start)
             with self._counted():  # tensors that Megatron recomputes inside the backward
-                if isinstance(start, GradientEdge) and gradient is not None:
-                    backward_from(start, gradient)
-                else:
-                    torch.autograd.backward(start, gradient)
+                backward_from(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
         result = None if activation is None else activation.grad
