@@ -74,7 +74,7 @@ class MegatronStages(Stages):
         self._running, self._budget = running, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._coming = ComingWeights(program)
+        self._coming = None if budget is None else ComingWeights(program)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
         self._shared: SharedVocabulary | None = None
         if exchange is not None:
@@ -169,7 +169,7 @@ class MegatronStages(Stages):
 
         See :meth:`.WeightGradients.run_ahead`.
         """
-        assert self._budget is not None
+        assert self._budget is not None and self._coming is not None
         self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
@@ -240,7 +240,7 @@ class MegatronStages(Stages):
 
     def _ended(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Notes the end of a backward where weight gradients run behind messages."""
-        if self._budget is not None:
+        if self._budget is not None and self._coming is not None:
             self._coming.ended(kind, stage, microbatch)
             if kind is Kind.I:
                 self._budget.deferred(stage, self._store.flops(stage, microbatch))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.parameter_leaves import Key
 from megatron.schedules.runtime.weight_graph import Closure
+
+_version: Callable[[Tensor], int] = attrgetter("_version")
 
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
@@ -30,31 +32,36 @@ class Replayed(NamedTuple):
 
 
 class DeferredGradient:
-    """One operation's weight gradients, waiting; see :meth:`.WeightGradients.defer`."""
+    """One operation's weight gradients, waiting; see :meth:`.WeightGradients.defer`.
 
-    __slots__ = (
-        *("_gathers", "_held", "_hold", "_key", "_meter", "_prefetch", "_replayed", "_settle", "_versions"),
-        *("closure", "computed", "finished", "parameters"),
-    )
+    Every linear of every pass makes one, so what few have is the class's.
 
-    def __init__(
-        self,
-        key: Key,
-        closure: Closure,
-        parameters: tuple[Tensor, ...],
-        prefetch: Callable[[], None] | None,
-        settle: Settle | None,
-        meter: ActivationMeter | None,
-        replayed: Replayed | None,
-    ) -> None:
-        self.closure, self.parameters = closure, parameters
-        # Whether the expensive part was computed in I, and whether everything was done ahead of W.
-        self.computed = self.finished = False
-        self._gathers, self._replayed = prefetch is not None, replayed
-        self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
-        self._held: Sequence[Tensor] = ()
-        self._versions: list[int] = []
-        self._hold: Hold | None = None
+    Attributes:
+        computed: whether the expensive part was computed in I.
+        finished: whether everything was done ahead of W.
+        replays: whether it replays a CUDA graph.
+    """
+
+    computed = finished = replays = False
+    _gathers = False
+    _prefetch: Callable[[], None] | None = None
+    _settle: Settle | None = None
+    _replayed: Replayed | None = None
+    _meter: ActivationMeter | None = None
+    _hold: Hold | None = None
+
+    def __init__(self, key: Key, closure: Closure, parameters: tuple[Tensor, ...], held: Sequence[Tensor]) -> None:
+        self._key, self.closure, self.parameters, self._held = key, closure, parameters, held
+        self._versions = [*map(_version, held)]
+
+    def extend(self, prefetch: Callable[[], None] | None, settle: Settle | None, replayed: Replayed | None) -> None:
+        """Sets what :meth:`.WeightGradients.defer` got besides."""
+        self._prefetch, self._settle, self._replayed = prefetch, settle, replayed
+        self._gathers, self.replays = prefetch is not None, replayed is not None
+
+    def count(self, meter: ActivationMeter) -> None:
+        """Counts the held tensors, also those that take their place."""
+        self._meter, self._hold = meter, meter.hold(self._held)
 
     @property
     def alone(self) -> bool:
@@ -62,11 +69,6 @@ class DeferredGradient:
         if self._replayed is not None:
             return not self._replayed.gathers
         return self.computed or (not self._gathers and bool(self._held))
-
-    @property
-    def replays(self) -> bool:
-        """Returns whether it replays a CUDA graph."""
-        return self._replayed is not None
 
     @property
     def flops(self) -> float:
@@ -90,28 +92,35 @@ class DeferredGradient:
             with torch.no_grad():
                 prefetch()
 
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Counts and watches these from now on, in place of those before."""
-        self._held = tuple(tensors)
-        self._versions = _versions(self._held)
-        if self._meter is not None:
-            self.release()
-            self._hold = self._meter.hold(self._held)
-
     def settle(self, ahead: bool) -> bool:
         """Computes ahead of W or decides to wait, on the first call; returns whether this call computed."""
         if self._settle is None:
             return False
-        self.check_versions()
+        self._check_versions()
         settle, self._settle = self._settle, None
         with torch.no_grad():
-            self.hold(settle(ahead))
+            self._held = tuple(settle(ahead))
+        self._versions = [*map(_version, self._held)]
+        if self._hold is not None and self._meter is not None:
+            self._hold.release()
+            self._hold = self._meter.hold(self._held)
         self.computed = ahead
         return ahead
 
-    def check_versions(self) -> None:
-        """Raises RuntimeError if a held tensor was modified."""
-        versions = _versions(self._held)
+    def compute(self) -> Sequence[Tensor | None] | None:
+        """Returns the gradients; nothing is held any more.
+
+        Raises:
+            RuntimeError: a held tensor was modified.
+        """
+        self._check_versions()
+        gradients = self.closure()
+        if self._hold is not None:
+            self._hold.release()
+        return gradients
+
+    def _check_versions(self) -> None:
+        versions = [*map(_version, self._held)]
         if versions == self._versions:
             return
         for tensor, held, now in zip(self._held, self._versions, versions, strict=True):
@@ -121,15 +130,6 @@ class DeferredGradient:
                     f"a tensor of shape {tuple(tensor.shape)} held for {stage}W{microbatch} was modified "
                     f"in place after its I: version {held} then, {now} now"
                 )
-
-    def release(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    with without_modes():
-        return [tensor._version for tensor in tensors]
 
 
 def _nothing() -> None:

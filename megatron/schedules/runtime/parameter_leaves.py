@@ -190,15 +190,13 @@ class ParameterLeaves:
 
     def _watched_in(self, key: Key) -> dict[int, Tensor]:
         """Returns the parameters of ``key`` whose hooks are watched, by identity."""
-        parameters: dict[int, Any] = {id(each.parameter): each.parameter for each in self._leaves.get(key, ())}
-        if self._watches_all:
-            return parameters
+        watched: dict[int, Tensor] = {}
         with without_modes():
-            return {
-                name: parameter
-                for name, parameter in parameters.items()
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            }
+            for stand_in in self._leaves.get(key, ()):
+                parameter: Any = stand_in.parameter
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or self._watches_all:
+                    watched[id(parameter)] = parameter
+        return watched
 
     def _watched(self, name: int, _: Tensor) -> None:
         if self.deferring is not None:

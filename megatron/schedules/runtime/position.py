@@ -142,8 +142,9 @@ class PositionTracker:
 
     def _drop_passed(self) -> None:
         """Drops the marks that the device has passed."""
-        while self._ahead and self._ahead[0][-1].query():
-            self._ahead.popleft()
+        ahead = self._ahead
+        while ahead and ahead[0][-1].query():
+            ahead.popleft()
 
 
 def _passed(mark: Any) -> bool:

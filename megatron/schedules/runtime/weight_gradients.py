@@ -109,9 +109,13 @@ class WeightGradients:
             waiting = (each for others in self._waiting.values() for each in others if not each.computed)
             self._adding = Counter(id(parameter) for each in waiting for parameter in each.parameters)
         self._communicates |= prefetch is not None
-        item = DeferredGradient(key, closure, tuple(parameters), prefetch, settle, self._meter, replayed)
-        item.hold(held_tensors)
-        self._count(item, 1)
+        item = DeferredGradient(key, closure, tuple(parameters), tuple(held_tensors))
+        if prefetch is not None or settle is not None or replayed is not None:
+            item.extend(prefetch, settle, replayed)
+        if self._meter is not None:
+            item.count(self._meter)
+        if self._adding is not None:
+            _count(self._adding, item, 1)
         queue.append(item)
 
     def kept(self, operand: Any) -> Any:
@@ -133,18 +137,13 @@ class WeightGradients:
             self._settle_newest(queue, ahead=True)
 
     def _settle_newest(self, queue: deque[DeferredGradient], *, ahead: bool = False) -> None:
-        if queue and queue[-1].settle(ahead):
-            self._count(queue[-1], -1)
+        if queue and queue[-1].settle(ahead) and self._adding is not None:
+            _count(self._adding, queue[-1], -1)
 
     def _end_input_gradient(self, key: Key) -> None:
         self._settle_newest(self._queue(key))
         for parameter, gradient in self.leaves.arrived(key):
             self.defer(key, partial(_computed, [gradient]), parameters=[parameter])
-
-    def _count(self, item: DeferredGradient, change: int) -> None:
-        if self._adding is not None:
-            for parameter in item.parameters:
-                self._adding[id(parameter)] += change
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Starts the first communication of a coming :meth:`run`; may be left out.
@@ -263,12 +262,9 @@ class WeightGradients:
         return self._take(item)
 
     def _take(self, item: DeferredGradient) -> Sequence[Tensor | None] | None:
-        if not item.computed:
-            self._count(item, -1)
-        item.check_versions()
-        gradients = item.closure()
-        item.release()
-        return gradients
+        if self._adding is not None and not item.computed:
+            _count(self._adding, item, -1)
+        return item.compute()
 
     def _queue(self, key: Key) -> deque[DeferredGradient]:
         try:
@@ -315,6 +311,11 @@ class _OpenedByI(_Opened):
                 self._store._end_input_gradient(self._key)
         finally:
             super().__exit__(kind, *error)
+
+
+def _count(adding: Counter[int], item: DeferredGradient, change: int) -> None:
+    for parameter in item.parameters:
+        adding[id(parameter)] += change
 
 
 def _prefetch_first(queue: deque[DeferredGradient]) -> bool:

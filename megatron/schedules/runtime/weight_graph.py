@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.graph_edge import backward_from
 
 Closure = Callable[[], Sequence[Tensor | None] | None]
@@ -38,15 +39,18 @@ class WeightGraph:
     def __init__(self, uses: Uses, last: Sequence[bool]) -> None:
         self._compute: list[Closure] = []
         device = next((parameter.device for parameters in uses for parameter in parameters), None)
-        start = following = torch.empty(0, device=device, requires_grad=True)
+        self._nothing = torch.empty(0, device=device)
+        nodes = _small_together(uses, last)
+        # Autograd runs only what leads to a leaf, and takes the host time for each.
+        following: Any = None if any(nodes[-1]) else torch.empty(0, device=device, requires_grad=True)
         with torch.enable_grad():
-            for together in reversed(_small_together(uses, last)):
+            for together in reversed(nodes):
                 counts = [len(parameters) for parameters in together]
-                following = _Node.apply(self._compute, counts, following, *chain(*together))
-        self._first, self._nothing = following, start.detach()
+                following = _Node.apply(self._compute, counts, self._nothing, following, *chain(*together))
+        self._first = following
 
     def run(self, compute: Closure) -> None:
-        """Runs it; ``compute`` returns the gradients of one closure after another."""
+        """Runs it; ``compute`` returns the gradients of one closure after another, without torch's function modes."""
         self._compute.append(compute)
         try:
             backward_from(self._first, self._nothing, keep_graph=True)
@@ -69,17 +73,25 @@ def _small_together(uses: Uses, last: Sequence[bool]) -> list[list[tuple[Tensor,
 
 
 class _Node(torch.autograd.Function):
-    """An empty output of closures' parameters and of the node that follows, which gets no gradient."""
+    """An empty output of closures' parameters and of the node that follows, if any, which gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, compute: list[Closure], counts: list[int], following: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        compute: list[Closure],
+        counts: list[int],
+        nothing: Tensor,
+        following: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.compute, ctx.counts = compute, counts
         ctx.set_materialize_grads(False)
-        return following.new_empty(0)
+        return nothing.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         compute, gradients = ctx.compute[-1], list[Tensor | None]()
-        for count in ctx.counts:
-            gradients += compute() or (None,) * count
-        return None, None, None, *gradients
+        with without_modes():
+            for count in ctx.counts:
+                gradients += compute() or (None,) * count
+        return None, None, None, None, *gradients

@@ -179,8 +179,8 @@ class _ForwardImpl:
         given |= {"weight": leaf, "bias": bias if trained is None else stand_ins[1].leaf}
         in_order = tuple(given[name] for name in _PARAMETERS[1:])
         parallel = self._row_parallel, self._gathered_over
-        leaves_of = tuple(each.leaf for each in stand_ins)
-        use = _Use(self._store, stand_ins, leaves_of, bias, main_grad, settings, in_order, *parallel)
+        leaves_of, parameters = tuple(each.leaf for each in stand_ins), tuple(each.parameter for each in stand_ins)
+        use = _Use(self._store, stand_ins, leaves_of, parameters, bias, main_grad, settings, in_order, *parallel)
         leaves.keep(self, use)
         return use
 
@@ -238,6 +238,7 @@ class _Use(NamedTuple):
         store: of the schedule.
         stand_ins: of the trained parameters: the weight, and perhaps the bias.
         leaves: theirs.
+        parameters: themselves.
         bias: of the product, trained or not.
         main_grad: what products add to; None without gradient accumulation fusion.
         settings: further arguments of stock's linear.
@@ -249,6 +250,7 @@ class _Use(NamedTuple):
     store: WeightGradients
     stand_ins: tuple[StandIn, ...]
     leaves: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...]
     bias: Tensor | None
     main_grad: Tensor | None
     settings: _Settings
@@ -338,11 +340,9 @@ def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
 class _WeightGradient(Product):
     """W of one use of a linear: the closure that waits in the store."""
 
-    __slots__ = ("_autocast", "_dtype", "parameters")
-
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         use: _Use = ctx.use
-        self.parameters, fuses = [each.parameter for each in use.stand_ins], bool(ctx.gradient_accumulation_fusion)
+        self.parameters, fuses = use.parameters, bool(ctx.gradient_accumulation_fusion)
         self._dtype = input.dtype if fuses else None
         # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -357,7 +357,7 @@ class _WeightGradient(Product):
     def compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         weight, *trained_bias = self.parameters
-        with without_modes(), self._as_in_forward():
+        with self._as_in_forward():
             # As stock does, for the same bits: contiguous, and in two dimensions.
             input, grad_output = input.contiguous().flatten(0, -2), grad_output.contiguous().flatten(0, -2)
             if self._dtype is not None:

@@ -25,6 +25,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
+_PLAIN = {Tensor}
+
 
 class Product(ABC):
     """Closure of one W: its gradients from an input and an output's gradient, one of which may have to be gathered.
@@ -41,7 +43,13 @@ class Product(ABC):
         gathers: whether W may have to gather an operand.
     """
 
-    __slots__ = ("_gathered_over", "_gathering", "_in_parts", "_operands", "_result", "ahead", "gathers")
+    # Most have no more than operands.
+    ahead = gathers = False
+    _gathered_over: ProcessGroup | None = None
+    # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
+    _in_parts: tuple[int, ProcessGroup] | None = None
+    _gathering: Any = None
+    _result: Any = None
 
     def __init__(
         self,
@@ -53,14 +61,14 @@ class Product(ABC):
         ahead: bool = False,
     ) -> None:
         self._operands = [input, grad_output]
-        # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
-        self._in_parts = (0, over) if over is not None else None
-        self._gathering: Any = None
-        self._result: Any = None
-        self._gathered_over = gathered_over
-        self.ahead, self.gathers = ahead, over is not None or gathered_over is not None
-        if gathered_over is not None and not ahead:
-            self._free()
+        if ahead:
+            self.ahead = True
+        if over is not None:
+            self._in_parts, self.gathers = (0, over), True
+        if gathered_over is not None:
+            self._gathered_over, self.gathers = gathered_over, True
+            if not ahead:
+                self._free()
 
     @abstractmethod
     def compute(self, input: Any, grad_output: Any) -> Any:
@@ -119,12 +127,12 @@ class Product(ABC):
 
 def memory_of(operand: Any) -> list[Tensor]:
     """Plain tensors in ``operand``: itself, or the tensors of a quantized or grouped operand, or of a list."""
+    if isinstance(operand, (list, tuple)):
+        if set(map(type, operand)) == _PLAIN:
+            return [*operand]
+        return [tensor for part in operand for tensor in memory_of(part)]
     if type(operand) is Tensor:
         return [operand]
-    if isinstance(operand, (list, tuple)):
-        if set(map(type, operand)) == {Tensor}:
-            return list(operand)
-        return [tensor for part in operand for tensor in memory_of(part)]
     return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
 
 
@@ -137,6 +145,9 @@ def defer(store: WeightGradients, key: Key, product: Product, parameters: Sequen
     """Defers ``product`` to the W of ``key``."""
     if store.volatile:
         product.keep(store.kept)
+    if not product.gathers and not product.ahead:  # as most
+        store.defer(key, product, product.held, parameters=parameters)
+        return
     prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
     store.defer(key, product, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

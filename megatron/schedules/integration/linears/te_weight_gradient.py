@@ -45,23 +45,27 @@ class WeightGradient(Product):
             the first is empty, and the second a list.
     """
 
-    __slots__ = ("_biases", "_func", "_outputs", "_shapes", "_use")
-
     gathered = staticmethod(te_operands.gather)
+    _outputs: list[Tensor] | None = None
+    _shapes: Sequence[tuple[Any, ...]] = ()
 
     def __init__(
         self, use: Use, biases: Mapping[str, Tensor], tensor_list: Sequence[Any], func: Callable[..., Any]
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
         input, grad_output, *outputs = tensor_list
-        self._outputs: list[Tensor] | None = outputs[0] if outputs else None
-        self._shapes: Sequence[tuple[Any, ...]] = ()
-        if self._outputs and not use.fused:
-            # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
-            self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
-            self._outputs = []
-        plain, ahead, over, gathered_over = type(grad_output) is Tensor, False, None, None
-        if not outputs and (use.column_parallel or use.row_parallel):
+        plain = type(grad_output) is Tensor
+        if outputs:
+            self._outputs = outputs[0]
+            if self._outputs and not use.fused:
+                # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
+                self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
+                self._outputs = []
+        elif plain and type(input) is Tensor and not use.parallel:
+            super().__init__(input, grad_output)  # as most: nothing to free, to copy or to gather
+            return
+        ahead, over, gathered_over = False, None, None
+        if not outputs and use.parallel:
             ahead, gathered_over = use.fused and use.row_parallel, use.gradient_over if plain else None
             if use.input_over is not None:
                 input, over = _part_of(input, grad_output, use.input_over)
