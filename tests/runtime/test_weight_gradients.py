@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.runtime import weight_graph
 from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -185,6 +186,20 @@ def test_a_held_tensor_that_was_written_to_is_an_error():
     gradient.add_(1)
     with pytest.raises(RuntimeError, match=r"\(2, 3\) held for 0W4 was modified"):
         store.run(0, 4)
+
+
+def test_a_function_mode_sees_what_a_closure_does_and_no_check_of_what_it_holds():
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    store, held = WeightGradients(), torch.ones(2)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with Watching():
+        _w_of(store, lambda: [torch.mul(held, 2)], held_tensors=[held], parameters=[weight])
+    assert torch.mul in seen and torch.Tensor._version.__get__ not in seen
 
 
 def test_held_tensors_are_metered_until_each_closure_has_run():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
+from megatron.schedules.runtime.function_modes import versions_of
 from megatron.schedules.runtime.parameter_leaves import Key
 from megatron.schedules.runtime.weight_graph import Closure
-
-_version: Callable[[Tensor], int] = attrgetter("_version")
 
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
@@ -52,7 +50,7 @@ class DeferredGradient:
 
     def __init__(self, key: Key, closure: Closure, parameters: tuple[Tensor, ...], held: Sequence[Tensor]) -> None:
         self._key, self.closure, self.parameters, self._held = key, closure, parameters, held
-        self._versions = [*map(_version, held)]
+        self._versions = versions_of(held)
 
     def extend(self, prefetch: Callable[[], None] | None, settle: Settle | None, replayed: Replayed | None) -> None:
         """Sets what :meth:`.WeightGradients.defer` got besides."""
@@ -100,7 +98,7 @@ class DeferredGradient:
         settle, self._settle = self._settle, None
         with torch.no_grad():
             self._held = tuple(settle(ahead))
-        self._versions = [*map(_version, self._held)]
+        self._versions = versions_of(self._held)
         if self._hold is not None and self._meter is not None:
             self._hold.release()
             self._hold = self._meter.hold(self._held)
@@ -120,7 +118,7 @@ class DeferredGradient:
         return gradients
 
     def _check_versions(self) -> None:
-        versions = [*map(_version, self._held)]
+        versions = versions_of(self._held)
         if versions == self._versions:
             return
         for tensor, held, now in zip(self._held, self._versions, versions, strict=True):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.graph_edge import backward_from
 
 Closure = Callable[[], Sequence[Tensor | None] | None]
@@ -50,7 +49,7 @@ class WeightGraph:
         self._first = following
 
     def run(self, compute: Closure) -> None:
-        """Runs it; ``compute`` returns the gradients of one closure after another, without torch's function modes."""
+        """Runs it; ``compute`` returns the gradients of one closure after another."""
         self._compute.append(compute)
         try:
             backward_from(self._first, self._nothing, keep_graph=True)
@@ -91,7 +90,6 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         compute, gradients = ctx.compute[-1], list[Tensor | None]()
-        with without_modes():
-            for count in ctx.counts:
-                gradients += compute() or (None,) * count
+        for count in ctx.counts:
+            gradients += compute() or (None,) * count
         return None, None, None, None, *gradients

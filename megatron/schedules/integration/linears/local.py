@@ -357,7 +357,7 @@ class _WeightGradient(Product):
     def compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         weight, *trained_bias = self.parameters
-        with self._as_in_forward():
+        with without_modes(), self._as_in_forward():
             # As stock does, for the same bits: contiguous, and in two dimensions.
             input, grad_output = input.contiguous().flatten(0, -2), grad_output.contiguous().flatten(0, -2)
             if self._dtype is not None:

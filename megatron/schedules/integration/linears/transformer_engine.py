@@ -55,7 +55,6 @@ from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, ou
 from megatron.schedules.integration.linears.products import defer
 from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
-from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -301,12 +300,11 @@ class _Call:
         use = self._use
         key = use.store.leaves.deferring
         assert key is not None
-        with without_modes():
-            if use.column_parallel:
-                # The input's gradient is being sent to the other ranks; the wait for it follows.
-                use.store.compute_ahead(key)
-            work = WeightGradient(use, self._biases, tensor_list, func)
-            defer(use.store, key, work, self._parameters)
+        if use.column_parallel:
+            # The input's gradient is being sent to the other ranks; the wait for it follows.
+            use.store.compute_ahead(key)
+        work = WeightGradient(use, self._biases, tensor_list, func)
+        defer(use.store, key, work, self._parameters)
         if use.leaves.listener is not None:
             self._deferred = True
             use.leaves.listener.deferred(id(self))
