@@ -58,7 +58,7 @@ class DeferredGradient:
         self._gathers, self.replays = prefetch is not None, replayed is not None
 
     def count(self, meter: ActivationMeter) -> None:
-        """Counts the held tensors, also those that take their place."""
+        """Counts the held tensors from now on, also those that take their place."""
         self._meter, self._hold = meter, meter.hold(self._held)
 
     @property
@@ -101,7 +101,7 @@ class DeferredGradient:
         self._versions = versions_of(self._held)
         if self._hold is not None and self._meter is not None:
             self._hold.release()
-            self._hold = self._meter.hold(self._held)
+            self.count(self._meter)
         self.computed = ahead
         return ahead
 

@@ -25,8 +25,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
-_PLAIN = {Tensor}
-
 
 class Product(ABC):
     """Closure of one W: its gradients from an input and an output's gradient, one of which may have to be gathered.
@@ -44,7 +42,7 @@ class Product(ABC):
     """
 
     # Most have no more than operands.
-    ahead = gathers = False
+    gathers = False
     _gathered_over: ProcessGroup | None = None
     # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
     _in_parts: tuple[int, ProcessGroup] | None = None
@@ -60,9 +58,7 @@ class Product(ABC):
         gathered_over: ProcessGroup | None = None,
         ahead: bool = False,
     ) -> None:
-        self._operands = [input, grad_output]
-        if ahead:
-            self.ahead = True
+        self._operands, self.ahead = [input, grad_output], ahead
         if over is not None:
             self._in_parts, self.gathers = (0, over), True
         if gathered_over is not None:
@@ -127,12 +123,12 @@ class Product(ABC):
 
 def memory_of(operand: Any) -> list[Tensor]:
     """Plain tensors in ``operand``: itself, or the tensors of a quantized or grouped operand, or of a list."""
-    if isinstance(operand, (list, tuple)):
-        if set(map(type, operand)) == _PLAIN:
-            return [*operand]
-        return [tensor for part in operand for tensor in memory_of(part)]
     if type(operand) is Tensor:
         return [operand]
+    if isinstance(operand, (list, tuple)):
+        if set(map(type, operand)) == {Tensor}:
+            return list(operand)
+        return [tensor for part in operand for tensor in memory_of(part)]
     return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
 
 
@@ -145,9 +141,6 @@ def defer(store: WeightGradients, key: Key, product: Product, parameters: Sequen
     """Defers ``product`` to the W of ``key``."""
     if store.volatile:
         product.keep(store.kept)
-    if not product.gathers and not product.ahead:  # as most
-        store.defer(key, product, product.held, parameters=parameters)
-        return
     prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
     store.defer(key, product, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

@@ -132,7 +132,7 @@ class Use(NamedTuple):
         store: of the schedule.
         leaves: of the weights.
         fused: whether products add to ``main_grad``.
-        column_parallel, row_parallel, parallel: whether the linear is one, the other, or any, on several ranks.
+        column_parallel, row_parallel: whether the linear is, on several ranks.
         input_over: ranks over which the backward gathers the rows of the input, if it does.
         gradient_over: those of the output's gradient.
         gradient_in_buffer: whether the output's gradient is gathered in a userbuffer.
@@ -144,7 +144,6 @@ class Use(NamedTuple):
     fused: bool
     column_parallel: bool
     row_parallel: bool
-    parallel: bool
     input_over: Any
     gradient_over: Any
     gradient_in_buffer: bool
@@ -157,5 +156,4 @@ def use_of(module: Any, store: WeightGradients, leaves: Leaves) -> Use:
     over = module.tp_group if module.sequence_parallel else None
     in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
     fused: bool = module.fuse_wgrad_accumulation
-    gathers = over if column else None, over if row else None
-    return Use(module, store, leaves, fused, column, row, column or row, *gathers, in_buffer)
+    return Use(module, store, leaves, fused, column, row, over if column else None, over if row else None, in_buffer)

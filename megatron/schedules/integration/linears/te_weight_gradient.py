@@ -54,18 +54,18 @@ class WeightGradient(Product):
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
         input, grad_output, *outputs = tensor_list
-        plain = type(grad_output) is Tensor
+        plain, parallel = type(grad_output) is Tensor, use.column_parallel or use.row_parallel
         if outputs:
             self._outputs = outputs[0]
             if self._outputs and not use.fused:
                 # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
                 self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
                 self._outputs = []
-        elif plain and type(input) is Tensor and not use.parallel:
+        elif plain and type(input) is Tensor and not parallel:
             super().__init__(input, grad_output)  # as most: nothing to free, to copy or to gather
             return
         ahead, over, gathered_over = False, None, None
-        if not outputs and use.parallel:
+        if not outputs and parallel:
             ahead, gathered_over = use.fused and use.row_parallel, use.gradient_over if plain else None
             if use.input_over is not None:
                 input, over = _part_of(input, grad_output, use.input_over)
