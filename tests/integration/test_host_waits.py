@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.timers import Timers
 
-from megatron.schedules.integration.host_waits import host_waits
+from megatron.schedules.integration.host_waits import host_waits, without_idle_timers
 
 
 @pytest.fixture
@@ -38,3 +40,17 @@ def test_the_mode_is_put_back_after_an_error(modes: list[int | str]) -> None:
     with pytest.raises(ZeroDivisionError), host_waits(Counter()):
         _ = 1 / 0
     assert modes == [0, "warn", 0]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_passes_do_not_ask_timers_that_measure_no_pass(level: int) -> None:
+    timers = Timers(level, "max")
+    config = SimpleNamespace(timers=timers, hidden_size=8)
+    assert without_idle_timers(config) == SimpleNamespace(timers=None, hidden_size=8)
+    assert config.timers is timers
+
+
+@pytest.mark.parametrize("timers", [None, Timers(2, "max"), lambda name, log_level: None])
+def test_timers_that_may_measure_a_pass_are_asked(timers: object) -> None:
+    config = SimpleNamespace(timers=timers)
+    assert without_idle_timers(config) is config

@@ -365,6 +365,18 @@ def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
         device.passes(1)
 
 
+def test_no_position_of_a_device_that_is_far_behind_is_lost():
+    device = Device()
+    tracker = PositionTracker(device.mark)
+    program = program_of(1, n=64)
+    with tracker.running():
+        at(program, "1F0", "1F1", tracker=tracker)
+        device.passes(2)  # 1F0: its message, and itself
+        at(program, *(f"1F{m}" for m in range(2, 64)), tracker=tracker)
+        line = stalled_line(watching(tracker), 2 * LIMIT)
+    assert line is not None and "the GPU of" in line and "at 1F1: stage 1's input of microbatch 1 has not" in line
+
+
 def test_a_device_that_fails_is_left_to_the_host():
     class Broken:
         def query(self) -> bool:

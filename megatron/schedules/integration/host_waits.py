@@ -10,6 +10,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ Check = Callable[[], None]
 
 # Part of the warning with which torch reports a wait.
 _WAIT = "called a synchronizing CUDA operation"
+# From this level of --timing-log-level on, stock's timers measure each pass.
+_PASSES = 2
 
 
 class LateChecks:
@@ -69,6 +72,16 @@ def events_in(timers: Any) -> Iterator[None]:
         yield
     finally:
         timers.__class__ = stock
+
+
+def without_idle_timers(config: Any) -> Any:
+    """Returns ``config``, or a copy without timers if they measure no pass: each pass would ask them four times."""
+    timers = config.timers
+    if not isinstance(timers, Timers) or timers._log_level >= _PASSES:
+        return config
+    config = copy(config)
+    config.timers = None
+    return config
 
 
 class _EventTimers(Timers):

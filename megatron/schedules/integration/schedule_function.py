@@ -24,7 +24,7 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.graphs.capture import Capture
-from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits
+from megatron.schedules.integration.host_waits import LateChecks, events_in, host_waits, without_idle_timers
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.losses import ResultRelay, hand_over_metrics
 from megatron.schedules.integration.log import run_log
@@ -227,7 +227,7 @@ class ScheduleFunction:
         stages = MegatronStages(
             program,
             chunks,
-            config,
+            without_idle_timers(config),
             call,
             deferred,
             self._running,
