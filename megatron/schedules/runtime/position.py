@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron.schedules.programs.program import SENDS, Instruction, Op, Program, computes
 from megatron.schedules.schedule.kinds import Kind
 
-# So many marks may wait before the host asks the device whether it has passed the older half.
+# So many marks may wait before the host asks the device for the oldest.
 _MARKS = 16
 # Steps that the device takes part in. A send may make it wait for an earlier one.
 _ON_DEVICE = frozenset(op for op in (*Kind, *Op) if computes(op) or op in SENDS)
@@ -136,11 +136,9 @@ class PositionTracker:
         """Marks where the device leaves the host's position, if the device computes there."""
         step = self._step
         if step is not None and (isinstance(step, End) or step.action.op in _ON_DEVICE):
-            ahead = self._ahead
-            ahead.append((self.number, self._program, step, self._arrived, mark()))
-            if len(ahead) > _MARKS and ahead[_MARKS // 2 - 1][-1].query():  # the device passes them in order
-                for _ in range(_MARKS // 2):
-                    ahead.popleft()
+            self._ahead.append((self.number, self._program, step, self._arrived, mark()))
+            if len(self._ahead) > _MARKS:
+                self._drop_passed()
 
     def _drop_passed(self) -> None:
         """Drops the marks that the device has passed."""
