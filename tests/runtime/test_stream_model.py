@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron.schedules.integration.linears.products import Product, defer
+from megatron.schedules.integration.linears.products import Parts, Product
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Program
@@ -162,7 +162,7 @@ def weights_of(seed: int, model: StreamModel) -> None:
             whole = part.new_empty(2 * len(part), part.shape[1])
             return whole, group.collective([part], [whole])
 
-        def compute(self, x: Tensor, gradient: Tensor) -> tuple[Tensor]:
+        def multiply(self, x: Tensor, gradient: Tensor) -> tuple[Tensor]:
             return (gradient.t() @ x,)
 
     with model:
@@ -171,8 +171,8 @@ def weights_of(seed: int, model: StreamModel) -> None:
         for m in range(20):
             with store.split(0, m):
                 for _ in range(2):
-                    product = Gathering(torch.ones(2, 4), torch.ones(4, 3), over=group)  # type: ignore[arg-type]
-                    defer(store, (0, m), product, (weight,))
+                    rows, parts = (torch.ones(2, 4), torch.ones(4, 3)), Parts(group, None, ahead=False)  # type: ignore[arg-type]
+                    store.add(Gathering(store, (0, m), (weight,), rows, parts))
             waiting.append((0, m))
             while waiting and rng.random() < 0.5:
                 work = waiting.pop(rng.randrange(len(waiting)))
@@ -277,7 +277,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a chain begins before its input is there": ("chains", _without(SideStream, "post", "wait_stream")),
     "a chain's result is not waited for": ("chains", _without(SideStream, "_wait", "wait_event")),
     "a chain's input is freed before it has ended": ("chains", _chains_dropped),
-    "a gathered operand is not waited for": ("weights", _without(Product, "_computed", "wait_event")),
+    "a gathered operand is not waited for": ("weights", _without(Product, "_multiplied", "wait_event")),
 }
 
 

@@ -1,7 +1,8 @@
-"""One operation's weight gradients, from the I that deferred them to their W."""
+"""An operation's weight gradients, from the I that deferred them to their W."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,33 +30,45 @@ class Replayed(NamedTuple):
     gathers: bool = True
 
 
-class DeferredGradient:
-    """One operation's weight gradients, waiting; see :meth:`.WeightGradients.defer`.
+class DeferredGradient(ABC):
+    """An operation's weight gradients, waiting; see :meth:`.WeightGradients.add`.
 
     Every linear of every pass makes one, so what few have is the class's.
 
+    Args:
+        key: (stage, microbatch) of the W.
+        parameters: the leaf tensors that get the gradients.
+        held: the tensors that they are computed from, which do not change until W.
+
     Attributes:
+        key, parameters: as above.
+        gathers: whether operands may have to come from other ranks.
+        settles: whether it may be computed ahead of W, and is not decided yet.
         computed: whether the expensive part was computed in I.
         finished: whether everything was done ahead of W.
         replays: whether it replays a CUDA graph.
     """
 
-    computed = finished = replays = False
-    _gathers = False
-    _prefetch: Callable[[], None] | None = None
-    _settle: Settle | None = None
+    gathers = settles = computed = finished = replays = _prefetched = False
     _replayed: Replayed | None = None
     _meter: ActivationMeter | None = None
     _hold: Hold | None = None
 
-    def __init__(self, key: Key, closure: Closure, parameters: tuple[Tensor, ...], held: Sequence[Tensor]) -> None:
-        self._key, self.closure, self.parameters, self._held = key, closure, parameters, held
+    def __init__(self, key: Key, parameters: tuple[Tensor, ...], held: Sequence[Tensor]) -> None:
+        self.key, self.parameters, self._held = key, parameters, held
         self._versions = versions_of(held)
 
-    def extend(self, prefetch: Callable[[], None] | None, settle: Settle | None, replayed: Replayed | None) -> None:
-        """Sets what :meth:`.WeightGradients.defer` got besides."""
-        self._prefetch, self._settle, self._replayed = prefetch, settle, replayed
-        self._gathers, self.replays = prefetch is not None, replayed is not None
+    @abstractmethod
+    def gradients(self) -> Sequence[Tensor | None] | None:
+        """Computes the gradients: one for each parameter, or None. Called once; it must not keep them."""
+
+    def gather(self) -> None:
+        """Starts the communication that :meth:`gradients` waits for; called once, ahead of it."""
+        raise NotImplementedError
+
+    def settled(self, ahead: bool) -> Iterable[Tensor]:
+        """See :data:`Settle`; called once, no later than the end of I."""
+        raise NotImplementedError
 
     def count(self, meter: ActivationMeter) -> None:
         """Counts the held tensors from now on, also those that take their place."""
@@ -66,7 +79,7 @@ class DeferredGradient:
         """Returns true if it can run before W: it needs no communication, and its size is known."""
         if self._replayed is not None:
             return not self._replayed.gathers
-        return self.computed or (not self._gathers and bool(self._held))
+        return self.computed or (not self.gathers and bool(self._held))
 
     @property
     def flops(self) -> float:
@@ -79,25 +92,22 @@ class DeferredGradient:
         shape = self.parameters[0].shape
         return 0.0 if self.computed else 2.0 * sum(tensor.numel() for tensor in self._held) * shape.numel() / sum(shape)
 
-    def finish(self) -> None:
-        """Frees it, done ahead of W. It keeps its place, so that W gathers for the others at the same points."""
-        self.closure, self.parameters, self._held, self._versions, self.finished = _nothing, (), (), [], True
-
     def prefetch(self) -> None:
         """Starts its communication; later calls do nothing."""
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
+        if self.gathers and not self._prefetched:
+            self._prefetched = True
             with torch.no_grad():
-                prefetch()
+                self.gather()
 
     def settle(self, ahead: bool) -> bool:
         """Computes ahead of W or decides to wait, on the first call; returns whether this call computed."""
-        if self._settle is None:
+        if not self.settles:
             return False
-        self._check_versions()
-        settle, self._settle = self._settle, None
+        if versions_of(self._held) != self._versions:
+            self._refuse()
+        self.settles = False
         with torch.no_grad():
-            self._held = tuple(settle(ahead))
+            self._held = tuple(self.settled(ahead))
         self._versions = versions_of(self._held)
         if self._hold is not None and self._meter is not None:
             self._hold.release()
@@ -106,29 +116,60 @@ class DeferredGradient:
         return ahead
 
     def compute(self) -> Sequence[Tensor | None] | None:
-        """Returns the gradients; nothing is held any more.
+        """Returns the gradients; nothing is counted any more.
 
         Raises:
             RuntimeError: a held tensor was modified.
         """
-        self._check_versions()
-        gradients = self.closure()
+        if self.finished:
+            return None
+        if versions_of(self._held) != self._versions:
+            self._refuse()
+        gradients = self.gradients()
         if self._hold is not None:
             self._hold.release()
         return gradients
 
-    def _check_versions(self) -> None:
-        versions = versions_of(self._held)
-        if versions == self._versions:
-            return
-        for tensor, held, now in zip(self._held, self._versions, versions, strict=True):
+    def finish(self) -> None:
+        """Frees what it held, done ahead of W. It keeps its place: W gathers for the others at the same points."""
+        self.parameters, self._held, self.finished = (), (), True
+
+    def _refuse(self) -> None:
+        for tensor, held, now in zip(self._held, self._versions, versions_of(self._held), strict=True):
             if held != now:
-                stage, microbatch = self._key
+                stage, microbatch = self.key
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} held for {stage}W{microbatch} was modified "
                     f"in place after its I: version {held} then, {now} now"
                 )
 
 
-def _nothing() -> None:
-    """Closure of gradients that are already accumulated."""
+class DeferredClosure(DeferredGradient):
+    """Gradients that a function computes; see :meth:`.WeightGradients.defer`."""
+
+    def __init__(
+        self,
+        key: Key,
+        closure: Closure,
+        parameters: tuple[Tensor, ...],
+        held: Sequence[Tensor],
+        prefetch: Callable[[], None] | None,
+        settle: Settle | None,
+        replayed: Replayed | None,
+    ) -> None:
+        super().__init__(key, parameters, held)
+        self._closure, self._gather, self._settle, self._replayed = closure, prefetch, settle, replayed
+        self.gathers, self.settles, self.replays = prefetch is not None, settle is not None, replayed is not None
+
+    def gradients(self) -> Sequence[Tensor | None] | None:
+        closure = self._closure
+        del self._closure
+        return closure()
+
+    def gather(self) -> None:
+        assert self._gather is not None
+        self._gather()
+
+    def settled(self, ahead: bool) -> Iterable[Tensor]:
+        assert self._settle is not None
+        return self._settle(ahead)

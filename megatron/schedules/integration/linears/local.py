@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.fused_accumulation import add_to_main_grad, fused_gradient
-from megatron.schedules.integration.linears.products import Product, defer
+from megatron.schedules.integration.linears.products import Parts, Product
 from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
@@ -178,9 +178,11 @@ class _ForwardImpl:
             given["tp_group"] = get_tensor_model_parallel_group_if_none(None)
         given |= {"weight": leaf, "bias": bias if trained is None else stand_ins[1].leaf}
         in_order = tuple(given[name] for name in _PARAMETERS[1:])
-        parallel = self._row_parallel, self._gathered_over
+        over = given["tp_group"] if given["sequence_parallel"] else None
+        ahead = self._row_parallel and bool(given["gradient_accumulation_fusion"])
+        parts = Parts(over, self._gathered_over, ahead) if over or self._gathered_over or ahead else None
         leaves_of, parameters = tuple(each.leaf for each in stand_ins), tuple(each.parameter for each in stand_ins)
-        use = _Use(self._store, stand_ins, leaves_of, parameters, bias, main_grad, settings, in_order, *parallel)
+        use = _Use(self._store, stand_ins, leaves_of, parameters, bias, main_grad, settings, in_order, parts)
         leaves.keep(self, use)
         return use
 
@@ -243,8 +245,7 @@ class _Use(NamedTuple):
         main_grad: what products add to; None without gradient accumulation fusion.
         settings: further arguments of stock's linear.
         given: arguments of stock's Function behind the input.
-        row_parallel: whether the linear is.
-        gathered_over: ranks whose rows of the output's gradient are gathered before the linear's backward.
+        parts: of the operands of its W.
     """
 
     store: WeightGradients
@@ -255,8 +256,7 @@ class _Use(NamedTuple):
     main_grad: Tensor | None
     settings: _Settings
     given: tuple[Any, ...]
-    row_parallel: bool
-    gathered_over: ProcessGroup | None
+    parts: Parts | None
 
     def is_of(self, weight: Tensor, bias: Tensor | None, settings: _Settings) -> bool:
         """Returns whether another forward uses the same memory in the same way."""
@@ -307,8 +307,7 @@ def _input_gradient(ctx: Any, grad_output: Tensor) -> Tensor | None:
                 use.store.compute_ahead(ctx.key)
                 reducing.wait()
         # Detached, or the graph in front of the linear would stay until W.
-        work = _WeightGradient(ctx, input.detach(), grad_output)
-        defer(use.store, ctx.key, work, work.parameters)
+        use.store.add(_WeightGradient(ctx, input.detach(), grad_output))
     return grad_input
 
 
@@ -338,23 +337,23 @@ def _reduced(grad_input: Tensor, input: Tensor, ctx: Any) -> tuple[Tensor, Any]:
 
 
 class _WeightGradient(Product):
-    """W of one use of a linear: the closure that waits in the store."""
+    """W of one use of a linear."""
 
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         use: _Use = ctx.use
-        self.parameters, fuses = use.parameters, bool(ctx.gradient_accumulation_fusion)
+        fuses = bool(ctx.gradient_accumulation_fusion)
         self._dtype = input.dtype if fuses else None
         # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         super().__init__(
-            input,
-            grad_output,
-            over=ctx.tp_group if ctx.sequence_parallel else None,
-            gathered_over=use.gathered_over,
-            ahead=use.row_parallel and fuses,
+            use.store,
+            ctx.key,
+            use.parameters,
+            (input, grad_output),
+            use.parts,
         )
 
-    def compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
+    def multiply(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         weight, *trained_bias = self.parameters
         with without_modes(), self._as_in_forward():
@@ -373,8 +372,8 @@ class _WeightGradient(Product):
             return _UNCHANGED
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
 
-    def __call__(self) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = super().__call__()
+    def completed(self, product: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients, with what stands for one that is already in ``main_grad``."""
         if self._dtype is not None:
-            gradients[0] = fused_gradient(self.parameters[0], self._dtype)
-        return gradients
+            product[0] = fused_gradient(self.parameters[0], self._dtype)
+        return product

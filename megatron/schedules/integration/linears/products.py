@@ -15,34 +15,50 @@ Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.runtime.deferred_gradient import DeferredGradient
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
+PLAIN = {Tensor}
+"""Kinds of operands that are not quantized."""
 
-class Product(ABC):
-    """Closure of one W: its gradients from an input and an output's gradient, one of which may have to be gathered.
+
+class Parts(NamedTuple):
+    """How a product's operands are spread over tensor-parallel ranks.
 
     Args:
-        input: rows of all ranks, or with ``over`` the rows of this rank.
-        grad_output: rows of all ranks.
-        over: tensor-parallel ranks whose rows of ``input`` W gathers, if any.
-        gathered_over: ranks whose rows of ``grad_output`` I has gathered, if any.
+        over: ranks whose rows of the input W gathers, if any.
+        gathered_over: ranks whose rows of the output's gradient I has gathered, if any.
         ahead: whether the product may be computed in I: for a row parallel linear that adds to ``main_grad``.
+    """
+
+    over: ProcessGroup | None
+    gathered_over: ProcessGroup | None
+    ahead: bool
+
+
+class Product(DeferredGradient):
+    """Gradients from an input and an output's gradient, one of which may have to be gathered.
+
+    Args:
+        store: that it is added to.
+        key, parameters: see :class:`.DeferredGradient`.
+        operands: the input and the output's gradient: rows of all ranks, of an input to gather those of this rank.
+        parts: how they are spread; None if no rank needs the rows of another.
 
     Attributes:
-        ahead: as above.
-        gathers: whether W may have to gather an operand.
+        ahead: see :class:`Parts`.
     """
 
     # Most have no more than operands.
-    gathers = False
+    ahead = False
     _gathered_over: ProcessGroup | None = None
     # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
     _in_parts: tuple[int, ProcessGroup] | None = None
@@ -51,24 +67,32 @@ class Product(ABC):
 
     def __init__(
         self,
-        input: Any,
-        grad_output: Any,
-        *,
-        over: ProcessGroup | None = None,
-        gathered_over: ProcessGroup | None = None,
-        ahead: bool = False,
+        store: WeightGradients,
+        key: Key,
+        parameters: tuple[Tensor, ...],
+        operands: Sequence[Any],
+        parts: Parts | None = None,
     ) -> None:
-        self._operands, self.ahead = [input, grad_output], ahead
-        if over is not None:
-            self._in_parts, self.gathers = (0, over), True
-        if gathered_over is not None:
-            self._gathered_over, self.gathers = gathered_over, True
-            if not ahead:
+        self._operands = operands
+        if parts is not None:
+            over, self._gathered_over, self.ahead = parts
+            self.settles, self.gathers = self.ahead, over is not None or self._gathered_over is not None
+            if over is not None:
+                self._in_parts = (0, over)
+            if not self.ahead:
                 self._free()
+        if store.volatile:
+            self._operands = tuple(map(store.kept, self._operands))
+        super().__init__(key, parameters, memory_of(self._operands))
 
     @abstractmethod
-    def compute(self, input: Any, grad_output: Any) -> Any:
-        """Returns the gradients, from rows of all ranks; called once."""
+    def multiply(self, input: Any, grad_output: Any) -> Any:
+        """Returns the product, from rows of all ranks; called once, in W or ahead of it."""
+
+    def completed(self, product: Any) -> Sequence[Tensor | None]:
+        """Returns, in W, the gradients from what :meth:`multiply` returned."""
+        gradients: Sequence[Tensor | None] = product
+        return gradients
 
     @staticmethod
     def gathered(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
@@ -78,69 +102,54 @@ class Product(ABC):
         whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
         return whole, torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
 
-    @property
-    def held(self) -> list[Tensor]:
-        """Tensors of the operands that are stored until W."""
-        return memory_of(self._operands)
-
-    def keep(self, kept: Callable[[Any], Any]) -> None:
-        """Replaces each operand by what ``kept`` returns for it."""
-        self._operands = [kept(operand) for operand in self._operands]
-
     def gather(self) -> None:
         """Starts gathering the operand of which this rank has only a part, if there is one."""
         if self._in_parts is None:
             return
         which, group = self._in_parts
-        self._operands[which], self._gathering = self.gathered(self._operands[which], group)
+        whole, self._gathering = self.gathered(self._operands[which], group)
+        self._operands = (*self._operands[:which], whole, *self._operands[which + 1 :])
 
-    def settle(self, ahead: bool) -> list[Tensor]:
+    def settled(self, ahead: bool) -> Sequence[Tensor]:
         """Computes the product ahead of W, or frees the rows that I gathered; returns the tensors still stored."""
         if ahead:
-            self._result = self._computed()
+            self._result = self._multiplied()
         else:
             self._free()
-        return self.held
+        return memory_of(self._operands)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """See :class:`.DeferredGradient`."""
+        if self._operands:
+            return self.completed(self._multiplied())
+        result, self._result = self._result, None
+        return self.completed(result)
 
     def _free(self) -> None:
         if self._gathered_over is not None:
-            self._operands[1] = part_of(self._operands[1], self._gathered_over)
+            input, grad_output = self._operands
+            self._operands = input, part_of(grad_output, self._gathered_over)
             self._in_parts = (1, self._gathered_over)
 
-    def __call__(self) -> Any:
-        """Returns the gradients once, without keeping them."""
-        if self._operands:
-            return self._computed()
-        result, self._result = self._result, None
-        return result
-
-    def _computed(self) -> Any:
+    def _multiplied(self) -> Any:
         if self._gathering is not None:
             self._gathering.wait()
-        operands, self._operands = self._operands, []
-        return self.compute(*operands)
+        operands, self._operands = self._operands, ()
+        return self.multiply(*operands)
 
 
-def memory_of(operand: Any) -> list[Tensor]:
-    """Plain tensors in ``operand``: itself, or the tensors of a quantized or grouped operand, or of a list."""
-    if type(operand) is Tensor:
-        return [operand]
-    if isinstance(operand, (list, tuple)):
-        if set(map(type, operand)) == {Tensor}:
-            return list(operand)
+def memory_of(operand: Any) -> Sequence[Tensor]:
+    """Plain tensors in ``operand``: itself, or the tensors of a quantized or grouped operand, or of a sequence."""
+    kind = type(operand)
+    if kind is list or kind is tuple:
+        if set(map(type, operand)) == PLAIN:
+            return operand
         return [tensor for part in operand for tensor in memory_of(part)]
+    if kind is Tensor:
+        return (operand,)
     return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
 
 
 def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
     """Returns a copy of this rank's rows of ``whole``, which was gathered over ``group``."""
     return whole.chunk(group.size())[group.rank()].clone(memory_format=torch.contiguous_format)
-
-
-def defer(store: WeightGradients, key: Key, product: Product, parameters: Sequence[Tensor]) -> None:
-    """Defers ``product`` to the W of ``key``."""
-    if store.volatile:
-        product.keep(store.kept)
-    prefetch = product.gather if product.gathers else None
-    settle = product.settle if product.ahead else None
-    store.defer(key, product, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

@@ -97,7 +97,7 @@ class Leaves(NamedTuple):
         for name, weight, address in self.places:
             if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != address:
                 return False
-            if not vars(weight).keys().isdisjoint(MARKS):
+            if not weight.__dict__.keys().isdisjoint(MARKS):
                 return False
         return bool(self.places)
 

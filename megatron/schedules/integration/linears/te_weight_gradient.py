@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
-from megatron.schedules.integration.linears.products import Product, part_of
+from megatron.schedules.integration.linears.products import PLAIN, Parts, Product, part_of
 from megatron.schedules.integration.linears.te_leaves import Use
+from megatron.schedules.runtime.parameter_leaves import Key
 
 
 def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
@@ -34,10 +35,11 @@ def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
 
 
 class WeightGradient(Product):
-    """W of one use of a linear: the closure that waits in the store.
+    """W of one use of a linear.
 
     Args:
         use: of the linear.
+        key, parameters: see :class:`.DeferredGradient`.
         biases: by name, leaves in place of the biases whose gradients are computed with those of the weights.
         tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out). For ``GroupedLinear`` a list of
             each, one tensor per expert, and the list of the weight gradients to write.
@@ -50,20 +52,27 @@ class WeightGradient(Product):
     _shapes: Sequence[tuple[Any, ...]] = ()
 
     def __init__(
-        self, use: Use, biases: Mapping[str, Tensor], tensor_list: Sequence[Any], func: Callable[..., Any]
+        self,
+        use: Use,
+        key: Key,
+        parameters: tuple[Tensor, ...],
+        biases: Mapping[str, Tensor],
+        tensor_list: Sequence[Any],
+        func: Callable[..., Any],
     ) -> None:
         self._use, self._biases, self._func = use, biases, func
+        parallel = use.column_parallel or use.row_parallel
+        if not parallel and set(map(type, tensor_list)) == PLAIN:
+            super().__init__(use.store, key, parameters, tensor_list)  # as most: nothing to free or to gather
+            return
         input, grad_output, *outputs = tensor_list
-        plain, parallel = type(grad_output) is Tensor, use.column_parallel or use.row_parallel
+        plain = type(grad_output) is Tensor
         if outputs:
             self._outputs = outputs[0]
             if self._outputs and not use.fused:
                 # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
                 self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
                 self._outputs = []
-        elif plain and type(input) is Tensor and not parallel:
-            super().__init__(input, grad_output)  # as most: nothing to free, to copy or to gather
-            return
         ahead, over, gathered_over = False, None, None
         if not outputs and parallel:
             ahead, gathered_over = use.fused and use.row_parallel, use.gradient_over if plain else None
@@ -76,24 +85,24 @@ class WeightGradient(Product):
             te_operands.keep_columns(input)
         else:
             te_operands.keep_rows(input)
-        super().__init__(input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
+        super().__init__(use.store, key, parameters, (input, grad_output), Parts(over, gathered_over, ahead))
 
-    def compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    def multiply(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
         del self._func  # it references the backward that it comes from
         if self.gathers:
             te_operands.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
-            weight_gradient, bias_gradient, *_ = func(input, grad_output)
-            return [weight_gradient], [bias_gradient]
+            computed = func(input, grad_output)
+            return computed[:1], computed[1:2]
         gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
         _, bias_gradients, *_ = func(input, grad_output, gradients)
         return gradients, bias_gradients
 
-    def __call__(self) -> list[Tensor | None]:
-        gradients: list[Tensor | None]
-        gradients, bias_gradients = super().__call__()
+    def completed(self, product: tuple[Sequence[Tensor | None], Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+        """Returns the gradients, with what stands for those that are already in ``main_grad``."""
+        gradients, bias_gradients = product
         if self._use.fused:
             gradients = [fused_gradient(each.parameter, each.parameter.dtype) for each in self._use.leaves.stand_ins]
         if self._biases:

@@ -52,7 +52,6 @@ from torch import Tensor
 from megatron.schedules.integration.gpu_libraries import ENGINE, LINEARS, te_version
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.local import FROZEN, OWN_FORWARD, output_layers
-from megatron.schedules.integration.linears.products import defer
 from megatron.schedules.integration.linears.te_leaves import MARKS, Listener, Use, new_leaves, use_of
 from megatron.schedules.integration.linears.te_weight_gradient import WeightGradient
 from megatron.schedules.runtime.parameter_leaves import StandIn
@@ -147,14 +146,12 @@ class _Forward:
         # Megatron's linears say whether this is the first microbatch, in which a backward overwrites ``main_grad``.
         first = getattr(module, "is_first_microbatch", True)
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
-        if not torch.is_grad_enabled():
-            return whole(module, *args, **kwargs)
-        replaced = None if key is None else self._replaced(key)
-        if replaced is None or key is None:
+        replaced = self._replaced(key) if key is not None and torch.is_grad_enabled() else None
+        if replaced is None:
             output = whole(module, *args, **kwargs)
         else:
             output = replaced.forward(whole, args, kwargs)
-            if replaced.use.input_over is not None:
+            if replaced.use.input_over is not None and key is not None:
                 self._store.leaves.switch(key, _InputInParts(output))
         if first:
             _let_add(output)
@@ -298,13 +295,13 @@ class _Call:
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         """Receives the deferred weight gradient from Transformer Engine's backward: see :class:`.WeightGradient`."""
         use = self._use
-        key = use.store.leaves.deferring
+        store = use.store
+        key = store.leaves.deferring
         assert key is not None
         if use.column_parallel:
             # The input's gradient is being sent to the other ranks; the wait for it follows.
-            use.store.compute_ahead(key)
-        work = WeightGradient(use, self._biases, tensor_list, func)
-        defer(use.store, key, work, self._parameters)
+            store.compute_ahead(key)
+        store.add(WeightGradient(use, key, self._parameters, self._biases, tensor_list, func))
         if use.leaves.listener is not None:
             self._deferred = True
             use.leaves.listener.deferred(id(self))
