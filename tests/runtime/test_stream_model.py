@@ -277,7 +277,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a chain begins before its input is there": ("chains", _without(SideStream, "post", "wait_stream")),
     "a chain's result is not waited for": ("chains", _without(SideStream, "_wait", "wait_event")),
     "a chain's input is freed before it has ended": ("chains", _chains_dropped),
-    "a gathered operand is not waited for": ("weights", _without(Product, "_multiplied", "wait_event")),
+    "a gathered operand is not waited for": ("weights", _without(Product, "gradients", "wait_event")),
 }
 
 

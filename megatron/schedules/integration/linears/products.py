@@ -113,29 +113,27 @@ class Product(DeferredGradient):
     def settled(self, ahead: bool) -> Sequence[Tensor]:
         """Computes the product ahead of W, or frees the rows that I gathered; returns the tensors still stored."""
         if ahead:
-            self._result = self._multiplied()
+            operands, self._operands = self._operands, ()
+            self._result = self.multiply(*operands)
         else:
             self._free()
         return memory_of(self._operands)
 
     def gradients(self) -> Sequence[Tensor | None]:
         """See :class:`.DeferredGradient`."""
-        if self._operands:
-            return self.completed(self._multiplied())
-        result, self._result = self._result, None
-        return self.completed(result)
+        operands, self._operands = self._operands, ()
+        if not operands:
+            result, self._result = self._result, None
+            return self.completed(result)
+        if self._gathering is not None:
+            self._gathering.wait()
+        return self.completed(self.multiply(*operands))
 
     def _free(self) -> None:
         if self._gathered_over is not None:
             input, grad_output = self._operands
             self._operands = input, part_of(grad_output, self._gathered_over)
             self._in_parts = (1, self._gathered_over)
-
-    def _multiplied(self) -> Any:
-        if self._gathering is not None:
-            self._gathering.wait()
-        operands, self._operands = self._operands, ()
-        return self.multiply(*operands)
 
 
 def memory_of(operand: Any) -> Sequence[Tensor]:

@@ -92,14 +92,17 @@ class Leaves(NamedTuple):
     accumulators: Sequence[Any]
 
     def are_of(self, module: Any) -> bool:
-        """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark."""
+        """Returns whether the weights of ``module`` are these, trained, in the same memory and without a mark.
+
+        Only where there are :attr:`places`.
+        """
         own = module._parameters
         for name, weight, address in self.places:
             if own[name] is not weight or not weight.requires_grad or weight.data_ptr() != address:
                 return False
             if not weight.__dict__.keys().isdisjoint(MARKS):
                 return False
-        return bool(self.places)
+        return True
 
 
 def new_leaves(
