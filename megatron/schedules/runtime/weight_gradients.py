@@ -18,7 +18,7 @@ from megatron.schedules.runtime.deferred_gradient import DeferredClosure, Deferr
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
 from megatron.schedules.runtime.weight_graph import Closure, WeightGraph
 
-# Over many at once, a fifth of the time of a loop.
+# Mapped over a queue, a third of the bytecodes of a loop.
 _parameters_of, _replays = attrgetter("parameters"), attrgetter("replays")
 
 

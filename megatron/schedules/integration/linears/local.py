@@ -341,17 +341,10 @@ class _WeightGradient(Product):
 
     def __init__(self, ctx: Any, input: Tensor, grad_output: Tensor) -> None:
         use: _Use = ctx.use
-        fuses = bool(ctx.gradient_accumulation_fusion)
-        self._dtype = input.dtype if fuses else None
+        self._dtype = input.dtype if ctx.gradient_accumulation_fusion else None
         # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        super().__init__(
-            use.store,
-            ctx.key,
-            use.parameters,
-            (input, grad_output),
-            use.parts,
-        )
+        super().__init__(use.store, ctx.key, use.parameters, (input, grad_output), use.parts)
 
     def multiply(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
