@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron.schedules.integration.linears.products import Parts, Product
+from megatron.schedules.integration.linears.products import Product, Spread
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.programs.lowering import lower
 from megatron.schedules.programs.program import Program
@@ -171,8 +171,8 @@ def weights_of(seed: int, model: StreamModel) -> None:
         for m in range(20):
             with store.split(0, m):
                 for _ in range(2):
-                    rows, parts = (torch.ones(2, 4), torch.ones(4, 3)), Parts(group, None, ahead=False)  # type: ignore[arg-type]
-                    store.add(Gathering(store, (0, m), (weight,), rows, parts))
+                    rows, spread = (torch.ones(2, 4), torch.ones(4, 3)), Spread(group, None, ahead=False)  # type: ignore[arg-type]
+                    store.add(Gathering(store, (0, m), (weight,), rows, spread))
             waiting.append((0, m))
             while waiting and rng.random() < 0.5:
                 work = waiting.pop(rng.randrange(len(waiting)))

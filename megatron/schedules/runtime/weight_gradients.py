@@ -32,7 +32,7 @@ class WeightGradients:
     :attr:`current` None nothing is split.
 
     Args:
-        meter: also counts the tensors of waiting closures; None (usual in training) counts nothing.
+        meter: also counts the tensors that gradients wait with; None (usual in training) counts nothing.
         hooked: whether saved-tensor hooks may surround a forward, as a meter's always may.
         watches_all: see :class:`.ParameterLeaves`.
         volatile: where memory begins that is overwritten between I and W, such as that of CUDA graphs. May grow.
@@ -55,9 +55,9 @@ class WeightGradients:
         self._meter = meter
         self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[DeferredGradient]] = {}
-        # How many closures wait to add to a parameter; None until the first one that may be computed ahead.
+        # How many gradients wait to be added to a parameter; None until the first one that may be computed ahead.
         self._adding: Counter[int] | None = None
-        self._communicates = False  # whether a closure ever waited for communication
+        self._communicates = False  # whether a gradient ever waited for communication
         self.leaves = ParameterLeaves(watches_all=watches_all)
         # Neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its own, which
         # must see the key too. Passes of one rank never run at the same time.
@@ -132,7 +132,7 @@ class WeightGradients:
         _count(self._adding, item, 1)
 
     def kept(self, operand: Any) -> Any:
-        """Returns an operand of a closure as it may wait for W: a copy of each tensor in :attr:`volatile` memory."""
+        """Returns an operand as it may wait for W: a copy of each tensor in :attr:`volatile` memory."""
         if isinstance(operand, (list, tuple)):
             return [self.kept(part) for part in operand]
         if type(operand) is Tensor and operand.untyped_storage().data_ptr() in self.volatile:
@@ -142,7 +142,7 @@ class WeightGradients:
     def compute_ahead(self, key: Key) -> None:
         """In I, while the input's gradient is on its way to other ranks: computes the W queued last, if possible.
 
-        It is possible where the closure was deferred with ``settle`` and no other closure waits to add to the same
+        It is possible where that one :attr:`.DeferredGradient.settles` and no other waits to be added to the same
         parameter, of whichever microbatch: sums of gradients keep their order.
         """
         queue, adding = self._queue(key), self._adding
@@ -191,7 +191,7 @@ class WeightGradients:
 
         The last one may be longer than what is left of ``flops``, by half of itself. W does the rest. Left for W are
         gradients that gather operands, because all ranks of a tensor-parallel group must do so at the same point, those
-        of a parameter that several closures of a key share, and later ones of the same parameters: sums keep their
+        of a parameter that several operations of a key share, and later ones of the same parameters: sums keep their
         order. So do the graphs of a key, which share memory. Each rank may choose ``flops`` by itself.
 
         Args:
@@ -229,7 +229,7 @@ class WeightGradients:
         return sum(item.flops for item in waiting if item.parameters)
 
     def waiting(self, stage: int, microbatch: int) -> int:
-        """Number of closures queued for (stage, microbatch)."""
+        """Number of operations whose gradients are queued for (stage, microbatch)."""
         return sum(not item.finished for item in self._waiting.get((stage, microbatch), ()))
 
     def parameters(self, stage: int, microbatch: int) -> set[Tensor]:
@@ -266,7 +266,7 @@ class WeightGradients:
         graph.run(compute)
 
     def _take_first(self, queue: deque[DeferredGradient], then: Key | None) -> Sequence[Tensor | None] | None:
-        """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
+        """Removes the first of ``queue``, frees all it held, and returns its gradients."""
         item = queue.popleft()
         if self._communicates and not item.computed:
             item.prefetch()
@@ -332,7 +332,7 @@ def _count(adding: Counter[int], item: DeferredGradient, change: int) -> None:
 
 
 def _prefetch_first(queue: deque[DeferredGradient]) -> bool:
-    """Starts the communication of the first closure that still has to compute; returns whether there is one."""
+    """Starts the communication of the first that still has to compute; returns whether there is one."""
     for item in queue:
         if not item.computed:
             item.prefetch()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.fused_accumulation import add_to_main_grad, fused_gradient
-from megatron.schedules.integration.linears.products import Parts, Product
+from megatron.schedules.integration.linears.products import Product, Spread
 from megatron.schedules.runtime.function_modes import without_modes
 from megatron.schedules.runtime.parameter_leaves import StandIn
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
@@ -180,9 +180,9 @@ class _ForwardImpl:
         in_order = tuple(given[name] for name in _PARAMETERS[1:])
         over = given["tp_group"] if given["sequence_parallel"] else None
         ahead = self._row_parallel and bool(given["gradient_accumulation_fusion"])
-        parts = Parts(over, self._gathered_over, ahead) if over or self._gathered_over or ahead else None
+        spread = Spread(over, self._gathered_over, ahead) if over or self._gathered_over or ahead else None
         leaves_of, parameters = tuple(each.leaf for each in stand_ins), tuple(each.parameter for each in stand_ins)
-        use = _Use(self._store, stand_ins, leaves_of, parameters, bias, main_grad, settings, in_order, parts)
+        use = _Use(self._store, stand_ins, leaves_of, parameters, bias, main_grad, settings, in_order, spread)
         leaves.keep(self, use)
         return use
 
@@ -245,7 +245,7 @@ class _Use(NamedTuple):
         main_grad: what products add to; None without gradient accumulation fusion.
         settings: further arguments of stock's linear.
         given: arguments of stock's Function behind the input.
-        parts: of the operands of its W.
+        spread: of the operands of its W.
     """
 
     store: WeightGradients
@@ -256,7 +256,7 @@ class _Use(NamedTuple):
     main_grad: Tensor | None
     settings: _Settings
     given: tuple[Any, ...]
-    parts: Parts | None
+    spread: Spread | None
 
     def is_of(self, weight: Tensor, bias: Tensor | None, settings: _Settings) -> bool:
         """Returns whether another forward uses the same memory in the same way."""
@@ -344,7 +344,7 @@ class _WeightGradient(Product):
         self._dtype = input.dtype if ctx.gradient_accumulation_fusion else None
         # This runs inside backward, in the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        super().__init__(use.store, ctx.key, use.parameters, (input, grad_output), use.parts)
+        super().__init__(use.store, ctx.key, use.parameters, (input, grad_output), use.spread)
 
     def multiply(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""

@@ -30,7 +30,7 @@ PLAIN = {Tensor}
 """Kinds of operands that are not quantized."""
 
 
-class Parts(NamedTuple):
+class Spread(NamedTuple):
     """How a product's operands are spread over tensor-parallel ranks.
 
     Args:
@@ -51,10 +51,10 @@ class Product(DeferredGradient):
         store: that it is added to.
         key, parameters: see :class:`.DeferredGradient`.
         operands: the input and the output's gradient: rows of all ranks, of an input to gather those of this rank.
-        parts: how they are spread; None if no rank needs the rows of another.
+        spread: of the operands; None if no rank needs the rows of another.
 
     Attributes:
-        ahead: see :class:`Parts`.
+        ahead: see :class:`Spread`.
     """
 
     # Most have no more than operands.
@@ -71,11 +71,11 @@ class Product(DeferredGradient):
         key: Key,
         parameters: tuple[Tensor, ...],
         operands: Sequence[Any],
-        parts: Parts | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self._operands = operands
-        if parts is not None:
-            over, self._gathered_over, self.ahead = parts
+        if spread is not None:
+            over, self._gathered_over, self.ahead = spread
             self.settles, self.gathers = self.ahead, over is not None or self._gathered_over is not None
             if over is not None:
                 self._in_parts = (0, over)

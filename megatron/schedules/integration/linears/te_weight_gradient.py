@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.schedules.integration.gpu_libraries import te_version
 from megatron.schedules.integration.linears import te_operands
 from megatron.schedules.integration.linears.fused_accumulation import fused_gradient
-from megatron.schedules.integration.linears.products import PLAIN, Parts, Product, part_of
+from megatron.schedules.integration.linears.products import PLAIN, Product, Spread, part_of
 from megatron.schedules.integration.linears.te_leaves import Use
 from megatron.schedules.runtime.parameter_leaves import Key
 
@@ -85,7 +85,7 @@ class WeightGradient(Product):
             te_operands.keep_columns(input)
         else:
             te_operands.keep_rows(input)
-        super().__init__(use.store, key, parameters, (input, grad_output), Parts(over, gathered_over, ahead))
+        super().__init__(use.store, key, parameters, (input, grad_output), Spread(over, gathered_over, ahead))
 
     def multiply(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and of the biases that are computed here."""
