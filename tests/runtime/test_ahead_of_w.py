@@ -10,28 +10,27 @@ from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from tests.runtime.gathering_closure import GatheringClosure
 
 
-class _Settling:
-    """A closure that can compute ahead: what it was told, and what it holds then."""
+class _Settling(GatheringClosure):
+    """Gradients that can be computed ahead: what they were told, and what they hold then."""
 
-    def __init__(self, log: list[str], name: str) -> None:
-        self._log, self._name = log, name
-        self.held = torch.zeros(10)
+    settles = True
 
-    def settle(self, ahead: bool) -> list[Tensor]:
+    def __init__(self, log: list[str], name: str, microbatch: int, *parameters: Tensor) -> None:
+        self._log, self._name, self.held = log, name, torch.zeros(10)
+        get = partial(log.append, f"get {name}")
+        super().__init__((0, microbatch), self._run, get, [self.held], parameters)
+
+    def settled(self, ahead: bool) -> list[Tensor]:
         assert not torch.is_grad_enabled()
         self._log.append(f"{self._name} {'ahead' if ahead else 'waits'}")
         return [] if ahead else [torch.zeros(1)]
 
-    def __call__(self) -> list[None]:
+    def _run(self) -> list[None]:
         self._log.append(f"run {self._name}")
-        return [None] * self._count
-
-    def defer(self, store: WeightGradients, microbatch: int, *parameters: Tensor) -> None:
-        self._count = len(parameters)
-        prefetch = partial(self._log.append, f"get {self._name}")
-        store.defer((0, microbatch), self, [self.held], settle=self.settle, prefetch=prefetch, parameters=parameters)
+        return [None] * len(self.parameters)
 
 
 def test_what_can_compute_ahead_does_so_once_and_holds_nothing_from_then_on():
@@ -40,12 +39,12 @@ def test_what_can_compute_ahead_does_so_once_and_holds_nothing_from_then_on():
     store = WeightGradients(meter)
     with store.input_gradient(0, 0):
         store.compute_ahead((0, 0))
-        _Settling(log, "a").defer(store, 0)
+        store.add(_Settling(log, "a", 0))
         assert meter.current == 40
         store.compute_ahead((0, 0))
         assert meter.current == 0
         store.compute_ahead((0, 0))
-        store.defer((0, 0), lambda: log.append("run b"), prefetch=lambda: log.append("get b"))
+        store.add(GatheringClosure((0, 0), lambda: log.append("run b"), lambda: log.append("get b")))
         store.compute_ahead((0, 0))
     assert log == ["a ahead"]
     store.prefetch(0, 0)
@@ -59,7 +58,7 @@ def test_what_had_nothing_to_hide_behind_waits_and_says_what_it_holds(end: str):
     meter = ActivationMeter()
     store = WeightGradients(meter)
     with store.input_gradient(0, 0):
-        _Settling(log, "a").defer(store, 0)
+        store.add(_Settling(log, "a", 0))
         if end == "the next":
             store.defer((0, 0), lambda: None)
             assert log == ["a waits"]
@@ -73,20 +72,20 @@ def test_nothing_is_added_to_a_parameter_ahead_of_what_waits_to_be():
     log: list[str] = []
     store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(1))
     with store.input_gradient(0, 0):
-        _Settling(log, "a").defer(store, 0, weight)
-        _Settling(log, "b").defer(store, 0, weight)
+        store.add(_Settling(log, "a", 0, weight))
+        store.add(_Settling(log, "b", 0, weight))
         store.compute_ahead((0, 0))
     with store.input_gradient(0, 1):
-        _Settling(log, "c").defer(store, 1, weight)
+        store.add(_Settling(log, "c", 1, weight))
         store.compute_ahead((0, 1))
     assert log == ["a waits", "b waits", "c waits"]
     store.run(0, 0)
     store.run(0, 1)
     with store.input_gradient(0, 2):
-        _Settling(log, "d").defer(store, 2, weight)
+        store.add(_Settling(log, "d", 2, weight))
         store.compute_ahead((0, 2))
     with store.input_gradient(0, 3):
-        _Settling(log, "e").defer(store, 3, weight)
+        store.add(_Settling(log, "e", 3, weight))
         store.compute_ahead((0, 3))
     assert log[-2:] == ["d ahead", "e ahead"], "what was computed adds no more"
 
@@ -98,16 +97,16 @@ def test_what_waits_since_before_anything_could_compute_ahead_is_waited_for_too(
         store.defer((0, 0), lambda: [None], parameters=[weight])
     with store.input_gradient(0, 1):
         for name, parameter in (("a", weight), ("b", other)):
-            _Settling(log, name).defer(store, 1, parameter)
+            store.add(_Settling(log, name, 1, parameter))
             store.compute_ahead((0, 1))
     assert log == ["a waits", "b ahead"]
 
 
 def test_a_held_tensor_that_was_written_to_before_it_computes_ahead_is_an_error():
     log: list[str] = []
-    store, settling = WeightGradients(), _Settling(log, "a")
+    store, settling = WeightGradients(), _Settling(log, "a", 4)
     with pytest.raises(RuntimeError, match=r"\(10,\) held for 0W4 was modified"), store.input_gradient(0, 4):
-        settling.defer(store, 4)
+        store.add(settling)
         settling.held.add_(1)
         store.compute_ahead((0, 4))
     assert not log

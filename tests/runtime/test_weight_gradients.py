@@ -20,6 +20,7 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.deferred_gradient import Replayed
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.runtime.weight_graph import Closure
+from tests.runtime.gathering_closure import GatheringClosure
 from tests.runtime.plain_stages import SHAPE, SplitLinear
 from tests.waiting import HANGS_S
 
@@ -123,11 +124,8 @@ def test_prefetch_runs_once_and_ahead_of_the_closure_before_it():
     with store.split(0, 0):
         pass
     for name in "abc":
-        store.defer(
-            (0, 0),
-            lambda name=name: log.append(f"run {name}"),
-            prefetch=lambda name=name: log.append(f"get {name}"),
-        )
+        run, get = partial(log.append, f"run {name}"), partial(log.append, f"get {name}")
+        store.add(GatheringClosure((0, 0), run, get))
     store.prefetch(0, 0)
     assert log == ["get a"]
     store.run(0, 0)
@@ -140,11 +138,8 @@ def test_the_next_w_is_prefetched_behind_the_last_product_of_this_one():
         with store.split(0, microbatch):
             pass
     for name, microbatch in (("a", 0), ("b", 0), ("c", 1), ("d", 3)):
-        store.defer(
-            (0, microbatch),
-            lambda name=name: log.append(f"run {name}"),
-            prefetch=lambda name=name: log.append(f"get {name}"),
-        )
+        run, get = partial(log.append, f"run {name}"), partial(log.append, f"get {name}")
+        store.add(GatheringClosure((0, microbatch), run, get))
     store.run(0, 0, (0, 1))
     assert log == ["get a", "get b", "run a", "get c", "run b"]
     store.run(0, 1, (0, 2))
@@ -512,13 +507,13 @@ def _three_due(*, gathers: bool = False) -> tuple[WeightGradients, list[str], li
     for microbatch in range(3):
         with store.split(0, microbatch):
             for which, weight in enumerate(weights):
-                store.defer(
-                    (0, microbatch),
-                    closure(f"{'abc'[which]}{microbatch}"),
-                    [torch.ones(8, 2), torch.ones(8, 4)],
-                    parameters=[weight],
-                    prefetch=(lambda m=microbatch: ran.append(f"gather{m}")) if gathers and which == 1 else None,
-                )
+                key, run = (0, microbatch), closure(f"{'abc'[which]}{microbatch}")
+                held = [torch.ones(8, 2), torch.ones(8, 4)]
+                if gathers and which == 1:
+                    gather = partial(ran.append, f"gather{microbatch}")
+                    store.add(GatheringClosure(key, run, gather, held, (weight,)))
+                else:
+                    store.defer(key, run, held, parameters=[weight])
     return store, ran, weights
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,6 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
 from megatron.schedules.runtime.function_modes import versions_of
 from megatron.schedules.runtime.parameter_leaves import Key
 from megatron.schedules.runtime.weight_graph import Closure
-
-Settle = Callable[[bool], Iterable[Tensor]]
-"""With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
 
 
 class Replayed(NamedTuple):
@@ -63,11 +60,14 @@ class DeferredGradient(ABC):
         """Computes the gradients: one for each parameter, or None. Called once; it must not keep them."""
 
     def gather(self) -> None:
-        """Starts the communication that :meth:`gradients` waits for; called once, ahead of it."""
+        """Starts the communication that :meth:`gradients` waits for; called once, ahead of it, without grad mode."""
         raise NotImplementedError
 
     def settled(self, ahead: bool) -> Iterable[Tensor]:
-        """See :data:`Settle`; called once, no later than the end of I."""
+        """Computes the expensive part if ``ahead``, otherwise leaves it; returns the tensors held from then on.
+
+        Called once, no later than the end of I, without grad mode.
+        """
         raise NotImplementedError
 
     def count(self, meter: ActivationMeter) -> None:
@@ -153,23 +153,12 @@ class DeferredClosure(DeferredGradient):
         closure: Closure,
         parameters: tuple[Tensor, ...],
         held: Sequence[Tensor],
-        prefetch: Callable[[], None] | None,
-        settle: Settle | None,
-        replayed: Replayed | None,
+        replayed: Replayed | None = None,
     ) -> None:
         super().__init__(key, parameters, held)
-        self._closure, self._gather, self._settle, self._replayed = closure, prefetch, settle, replayed
-        self.gathers, self.settles, self.replays = prefetch is not None, settle is not None, replayed is not None
+        self._closure, self._replayed, self.replays = closure, replayed, replayed is not None
 
     def gradients(self) -> Sequence[Tensor | None] | None:
         closure = self._closure
         del self._closure
         return closure()
-
-    def gather(self) -> None:
-        assert self._gather is not None
-        self._gather()
-
-    def settled(self, ahead: bool) -> Iterable[Tensor]:
-        assert self._settle is not None
-        return self._settle(ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.deferred_gradient import DeferredClosure, DeferredGradient, Replayed, Settle
+from megatron.schedules.runtime.deferred_gradient import DeferredClosure, DeferredGradient, Replayed
 from megatron.schedules.runtime.parameter_leaves import Key, ParameterLeaves
 from megatron.schedules.runtime.weight_graph import Closure, WeightGraph
 
@@ -86,8 +86,6 @@ class WeightGradients:
         held_tensors: Iterable[Tensor] = (),
         *,
         parameters: Sequence[Tensor] = (),
-        prefetch: Callable[[], None] | None = None,
-        settle: Settle | None = None,
         replayed: Replayed | None = None,
     ) -> None:
         """Queues ``closure`` for the W of ``key``.
@@ -99,14 +97,12 @@ class WeightGradients:
             held_tensors: the tensors that it reads: counted by the meter, and checked in W for changes in place.
             parameters: the leaf tensors that get the gradients. One that several closures of a key share gets their sum
                 at once, so that its hooks fire once a microbatch.
-            prefetch: starts the communication that ``closure`` waits for; called once, ahead of it, without grad mode.
-            settle: may compute ahead of W, see :meth:`compute_ahead`; called once, no later than the end of I.
             replayed: what ``closure`` computes, where it replays a graph.
 
         Raises:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
-        self.add(DeferredClosure(key, closure, tuple(parameters), tuple(held_tensors), prefetch, settle, replayed))
+        self.add(DeferredClosure(key, closure, tuple(parameters), tuple(held_tensors), replayed))
 
     def add(self, item: DeferredGradient) -> None:
         """Queues an operation's gradients for the W of their key.

@@ -147,11 +147,11 @@ class _Forward:
         first = getattr(module, "is_first_microbatch", True)
         # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         replaced = self._replaced(key) if key is not None and torch.is_grad_enabled() else None
-        if replaced is None:
+        if replaced is None or key is None:
             output = whole(module, *args, **kwargs)
         else:
             output = replaced.forward(whole, args, kwargs)
-            if replaced.use.input_over is not None and key is not None:
+            if replaced.use.input_over is not None:
                 self._store.leaves.switch(key, _InputInParts(output))
         if first:
             _let_add(output)
