@@ -34,7 +34,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
     ("change", "what"),
     [
         ({"version": 2}, "version 2, and 1 is read here"),
-        ({"start": [[0.0]] * 4}, r"\$.start\[0\] must have 43 values, one for each pass of the rank, not 1"),
+        ({"start": [[0.0]] * 4}, r"\$.start\[0\] must have 38 values, one for each pass of the rank, not 1"),
         ({"schedule": {}}, r"no recorded run: \$.schedule lacks 'name'"),
         ({"costs": None}, r"no recorded run: \$.costs must be an object, not null"),
     ],

@@ -20,7 +20,8 @@ SIZES = [
 
 
 def rows(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
-    order = plan(Request(schedule, ranks, microbatches)).order
+    """Rows of a job with graphs, which splits all backwards or none."""
+    order = plan(Request(schedule, ranks, microbatches, alike=True)).order
     return [[work for work in row if work.kind in WITH_GRAPHS] for row in order]
 
 
@@ -64,3 +65,9 @@ def test_a_whole_and_a_split_backward_have_graphs_of_their_own() -> None:
     row = [Pass(0, kind, m) for kind, m in ((Kind.F, 0), (Kind.B, 0), (Kind.F, 1), (Kind.I, 1), (Kind.W, 1))]
     row += [Pass(0, kind, 2) for kind in (Kind.F, Kind.B)]
     assert {m: tuple(slot) for (_, m), slot in graph_slots(row).items()} == {0: (0, 0), 1: (0, 1), 2: (0, 0)}
+
+
+def test_a_csv_keeps_its_backwards() -> None:
+    csv = "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1B1\n"
+    order = plan(Request("file", 2, 2, csv=csv, alike=True)).order
+    assert [" ".join(map(str, row)) for row in order] == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1B1"]

@@ -15,6 +15,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
 from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
+from megatron.schedules.schedule.schedule import all_split
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.utils.errors import PlanError
 
@@ -90,7 +91,7 @@ def test_every_schedule_is_planned_for_a_model_with_ends(name: str, d: int, n: i
     """Also where some stages have no layer, whose W takes no time and holds nothing."""
     costs = Costs(LayerTimes(1, 1.1, 0.75), model(layers), link=Link(0.05))
     limit = {"memory_limit": 1.5, "search_seconds": 0.05} if name == "adaptive" else {}
-    schedule = plan(Request(name, d, n, costs, **limit))
+    schedule = all_split(plan(Request(name, d, n, costs, **limit)))  # what is joined depends on the costs
     timeline = simulate(schedule, costs.on(schedule.placement))
     blind = simulate(schedule, Costs.of(1, 1.1, 0.75, 0.05).on(schedule.placement))
     assert timeline.makespan > blind.makespan

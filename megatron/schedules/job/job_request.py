@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from megatron.schedules.estimate.build_flags import GRAPHS
 from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.memory_limit import device_limit, with_memory_limit
@@ -81,6 +82,7 @@ def _request_of(spec: JobSpec, device: float | None, most_chunks: int | None) ->
         decisions=Decisions(layers=_layers_of(spec, stages(request))),
         partition=settings.layers == "auto",
         divides=spec.layers.count is not None and settings.layers != "auto",
+        alike=spec.stock.cuda_graphs == GRAPHS,
     )
     if device is not None and spec.trained is not None and costs.in_bytes is not None:
         limit = device_limit(spec.trained, request, device)

@@ -14,7 +14,7 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.vocabulary_passes import share_output
 from megatron.schedules.schedule.kinds import OF_RANKS
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, zigzag
-from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order
+from megatron.schedules.schedule.schedule import Schedule, all_split, in_microbatch_order
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.errors import PlanError
@@ -353,4 +353,4 @@ def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
     if request.costs.model.shared_vocabulary and not shared:
         schedule = share_output(schedule, request.costs_on(schedule.placement), progress)
-    return schedule
+    return all_split(schedule) if request.alike and request.schedule != "file" else schedule

@@ -42,6 +42,8 @@ class Request:
             them too.
         recompute: for ``adaptive``, True to search which stages recompute (:func:`.memory_saving.save_memory`).
         offload: for ``adaptive``, True to search which stages offload. Both are used only if the plan gets shorter.
+        alike: True to split all backwards or none, because CUDA graphs are captured for split ones and others apart.
+            A CSV stays as it is.
     """
 
     schedule: str
@@ -62,6 +64,7 @@ class Request:
     divides: bool = False
     recompute: bool = False
     offload: bool = False
+    alike: bool = False
 
     def costs_on(self, placement: Placement) -> StageCosts:
         """Costs of each stage of ``placement`` under the settled decisions."""

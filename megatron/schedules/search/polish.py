@@ -1,7 +1,8 @@
 """Polishing: turns a base order into the final schedule, without a higher peak memory.
 
 First every pass starts as early as the base order allows. Then warm-up and cool-down are reordered for the given costs,
-within the memory limit. Last, each backward is merged into one pass if its split has no use.
+within the memory limit. Last, each backward whose split has no use is joined into
+one pass (:mod:`.joining`).
 
 A base order, such as a repeated building block, is good in its steady state and has gaps in warm-up and cool-down.
 List scheduling (:mod:`.list_scheduling`) closes them: a free rank starts the first pass of its remaining order that is
@@ -14,19 +15,16 @@ both ends.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from megatron.schedules.schedule.hidden_messages import pieces
-from megatron.schedules.schedule.kinds import KINDS, WHOLES, Pass, StageKind, everywhere, followers
-from megatron.schedules.schedule.placement import Placement
-from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, slots
-from megatron.schedules.schedule.simulator import Timeline, peaks, simulate
+from megatron.schedules.schedule.kinds import KINDS, Pass
+from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order
+from megatron.schedules.schedule.simulator import peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.joining import joined
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
 from megatron.schedules.search.rounds import Rounds, pays_off, recosted
 from megatron.schedules.search.tasks import Tasks, tasks_of
@@ -123,7 +121,7 @@ def many_plans(passes: float) -> Iterator[None]:
 
 
 def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress = unheard) -> Schedule:
-    """Compacts ``base``, reorders it within ``limit`` microbatches a rank, and merges backwards that need no split.
+    """Compacts ``base``, reorders it within ``limit`` microbatches a rank, and joins backwards that need no split.
 
     Times are around 1, see :meth:`.costs.Costs.around_one`. If every rank keeps more of a microbatch than the
     activations of its layers, such as an attention mask, the limit is raised accordingly.
@@ -159,50 +157,4 @@ def finished(split: Schedule, costs: StageCosts) -> Schedule:
 
     If microbatches differ, they are in order already, see :func:`.tasks.tasks_of`.
     """
-    return merge_backward(simulate(in_microbatch_order(split) if costs.loads is None else split, costs))
-
-
-def merge_backward(timeline: Timeline) -> Schedule:
-    """Merges each I and its W into one B if all passes that wait for the I can still start on time after the B.
-
-    No pass moves in time. A whole backward avoids the runtime cost of the split. It hides no messages of experts, so an
-    I that hides some and a W that runs behind some stay as they are.
-    """
-    schedule, costs = timeline.schedule, timeline.costs
-    rank_of = schedule.placement.rank_of
-    places, rows = slots(schedule.placement, schedule.microbatches), []
-    start = [math.inf] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
-    for row, times in zip(schedule.order, timeline.start, strict=True):
-        for (stage, kind, m), at in zip(row, times, strict=True):
-            start[places[kind][stage] + m] = at
-    waiting = {
-        (stage, kind): [
-            (places[user][other], costs.latency(rank_of[stage], rank_of[other]))
-            for other, user in waiting_for
-            if other != stage
-        ]
-        for (stage, kind), waiting_for in _waiting_for(schedule.placement).items()
-    }
-    for row, ends in zip(schedule.order, timeline.end, strict=True):
-        merged: list[Pass] = []
-        hiding = {row[index] for piece in pieces(row, costs) for index in (piece.behind, piece.of)}
-        before = None
-        for work, end in zip(row, ends, strict=True):
-            stage, kind, m = work
-            if before is not None and before.microbatch == m and before.stage == stage:
-                whole = WHOLES.get((before.kind, kind))
-                if whole is not None and hiding.isdisjoint((before, work)):
-                    late = waiting[stage, before.kind]
-                    if all(start[place + m] + 1e-9 >= end + latency for place, latency in late):
-                        work = Pass(stage, whole, m)
-                        merged.pop()
-            merged.append(work)
-            before = work
-        rows.append(tuple(merged))
-    return replace(schedule, order=tuple(rows))
-
-
-@lru_cache(16)
-def _waiting_for(placement: Placement) -> Mapping[StageKind, Sequence[StageKind]]:
-    """For each pass of a microbatch, the passes that wait for it."""
-    return followers(placement, everywhere(placement))
+    return joined(in_microbatch_order(split) if costs.loads is None else split, costs)
