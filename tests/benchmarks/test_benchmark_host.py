@@ -25,6 +25,7 @@ def row(job: str, ranks: int, ratio: float, layers: str = "local") -> dict[str, 
         "microbatches": 32,
         "starts": 1,
         "repetitions": 2,
+        "split": 12 if known.beside else 0,
         "seconds": seconds,
         "ratio": spread,
     }
@@ -56,8 +57,8 @@ def test_a_claim_holds_if_it_does_on_all_sizes_and_layers() -> None:
 
 def test_stocks_jobs_are_compared_with_nothing() -> None:
     lines = host.section(ROWS).splitlines()
-    assert "| local | stock 1F1B | 2 | 500 |  |" in lines
-    assert "| local | `zb-1p` | 4 | 500 | 1.070 (1.060 to 1.080) |" in lines
+    assert "| local | stock 1F1B | 2 |  | 500 |  |" in lines
+    assert "| local | `zb-1p` | 4 | 12 of 128 | 500 | 1.070 (1.060 to 1.080) |" in lines
 
 
 def test_each_schedule_is_beside_stock_with_as_many_chunks() -> None:
@@ -67,3 +68,9 @@ def test_each_schedule_is_beside_stock_with_as_many_chunks() -> None:
         if job.beside:
             name = job.name.strip("`")
             assert ("interleaved" in job.beside) == ((own_chunks(name) or 2) > 1)
+
+
+@pytest.mark.parametrize(("job", "least", "most"), [("`1f1b`", 0, 0), ("`zb-1p`", 32, 64), ("`v-half`", 4, 128)])
+def test_backwards_that_a_job_splits_are_counted(job: str, least: int, most: int) -> None:
+    """At least one of each stage stays split, and of two ranks one waits for the other's under ZB-1P."""
+    assert least <= host.splits(next(each for each in host._JOBS if each.name == job), "local", 2) <= most
