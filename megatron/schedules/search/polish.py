@@ -1,8 +1,7 @@
 """Polishing: turns a base order into the final schedule, without a higher peak memory.
 
 First every pass starts as early as the base order allows. Then warm-up and cool-down are reordered for the given costs,
-within the memory limit. Last, each backward whose split has no use is joined into
-one pass (:mod:`.joining`).
+within the memory limit. Last, each backward whose split has no use is joined into one pass (:mod:`.joining`).
 
 A base order, such as a repeated building block, is good in its steady state and has gaps in warm-up and cool-down.
 List scheduling (:mod:`.list_scheduling`) closes them: a free rank starts the first pass of its remaining order that is
