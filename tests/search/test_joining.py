@@ -60,14 +60,15 @@ def test_joining_costs_neither_time_nor_memory_nor_the_order_of_gradients(made: 
 
 @examples(200)
 @given(costed_schedules())
-def test_no_split_of_the_first_stage_stays_next_to_its_w(made: tuple[Schedule, Costs]):
-    """Nobody waits for it. Unless experts' messages hide weight gradients, which a whole backward cannot do."""
+def test_what_stays_split_next_to_its_w_is_waited_for_by_another_rank(made: tuple[Schedule, Costs]):
+    """Unless experts' messages hide weight gradients, which a whole backward cannot do."""
     schedule, costs = made
+    rank_of = schedule.placement.rank_of
     if not costs.on(schedule.placement).has_messages:
         for row in joined(schedule, costs.on(schedule.placement)).order:
             for work, following in pairwise(row):
-                if work.stage == 0 and work.kind is Kind.I and work.microbatch != 1:
-                    assert following != work._replace(kind=Kind.W)
+                if work.kind is Kind.I and following == work._replace(kind=Kind.W) and work.microbatch != 1:
+                    assert work.stage > 0 and rank_of[work.stage - 1] != rank_of[work.stage]
 
 
 def test_the_first_stage_is_joined_and_one_that_is_waited_for_is_not():
@@ -83,7 +84,7 @@ def test_a_stage_is_joined_where_the_rank_that_waits_is_late_itself():
 
 @pytest.mark.parametrize(("heavier", "joins"), [(3.0, False), (3.5, False), (3.6, True)])
 def test_a_delayed_message_still_arrives_a_while_ahead(heavier: float, joins: bool):
-    """1B0 would end ``2 * heavier - 6`` before 0F1; an eighth of an average backward is ``(heavier + 1) / 4``."""
+    """1B0 would end ``2 * heavier - 6`` before 0F1; a quarter of a mean weight gradient is ``(heavier + 1) / 4``."""
     split = written(sequential(2), 2, "0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
     row = rows_of(split, uneven(Costs(), (heavier, 1)))[1]
     assert row.startswith("1F0 1B0" if joins else "1F0 1I0 1W0")

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
 
@@ -180,14 +180,15 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 def whole_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Returns the peaks of :func:`peaks` with the temporary memory of Megatron's own recompute in backward passes."""
-    return tuple(_whole_peak(row, costs) for row in schedule.order)
+    return tuple(whole_peak(row, costs.changes_of(row), costs) for row in schedule.order)
 
 
-def _whole_peak(row: Sequence[Pass], costs: StageCosts) -> float:
+def whole_peak(passes: Sequence[Pass], changes: Sequence[float], costs: StageCosts, held: float = 0.0) -> float:
+    """Works like :func:`whole_peaks` for ``passes`` of one rank, with ``held`` before them and these ``changes``."""
     if not costs.passing:
-        return max(accumulate(costs.changes_of(row), initial=0.0))
-    most = before = 0.0
-    for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
+        return max(accumulate(changes, initial=held))
+    most = before = held
+    for (stage, kind, _), after in zip(passes, islice(accumulate(changes, initial=held), 1, None), strict=True):
         extra = costs.passing[kind][stage] if kind in costs.passing else 0.0
         most = max(most, before + extra, after)
         before = after

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.schedules.schedule.kinds import (
@@ -30,7 +31,7 @@ from megatron.schedules.schedule.kinds import (
 )
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule, awaited_elsewhere, slots
-from megatron.schedules.schedule.simulator import Sweep, sweep
+from megatron.schedules.schedule.simulator import Sweep, sweep, whole_peak
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON
 
@@ -162,9 +163,9 @@ class _Joining:
         row, times = list(self._schedule.order[rank]), self._times
         memory, held = _Memory(row, self._costs), 0.0
         for index, work in enumerate(row):  # which gets shorter meanwhile
-            if work.kind is Kind.I and work.microbatch != _STAYS_SPLIT:
+            if (between := self._between(row, index)) is not None:
                 clock = times.end[times.at(row[index - 1])] if index else 0.0
-                best = self._best(work, self._between(row, index), clock, memory, held)
+                best = self._best(work, between, clock, memory, held)
                 if best is not None:
                     row[index : index + len(best.passes) + 1] = best.passes
                     for moved, (start, end) in zip(best.passes, best.times, strict=True):
@@ -173,8 +174,10 @@ class _Joining:
         return row
 
     def _between(self, row: Sequence[Pass], index: int) -> Sequence[Pass] | None:
-        """Returns the passes between the I at ``index`` and its W; None if B may not be among them."""
-        own, _, m = row[index]
+        """Returns the passes between an I at ``index`` and its W; None if it is none, or stays as it is."""
+        own, kind, m = row[index]
+        if kind is not Kind.I or m == _STAYS_SPLIT:
+            return None
         weight, following = Pass(own, Kind.W, m), row[index + 1 : index + 2 + _BETWEEN]
         if weight not in following:
             return None
@@ -183,9 +186,7 @@ class _Joining:
         fixed = not self._moves or any(kind in OF_RANKS for _, kind, _ in between)
         return None if between and fixed else between
 
-    def _best(
-        self, work: Pass, between: Sequence[Pass] | None, clock: float, memory: _Memory, held: float
-    ) -> _Order | None:
+    def _best(self, work: Pass, between: Sequence[Pass], clock: float, memory: _Memory, held: float) -> _Order | None:
         """Returns the order whose delayed messages have the most time left; None if no order will do.
 
         Args:
@@ -194,8 +195,6 @@ class _Joining:
             clock: when the pass before it ends.
             memory, held: of the rank, and what is held then.
         """
-        if between is None:
-            return None
         stage, _, m = work
         best, until = None, self._times.end[self._times.at(Pass(stage, Kind.W, m))]
         for place in self._places_in(between, work):
@@ -248,7 +247,7 @@ class _Memory:
     """
 
     def __init__(self, row: Sequence[Pass], costs: StageCosts) -> None:
-        self._passing = costs.passing
+        self._costs = costs
         self.changes = dict(zip(row, costs.changes_of(row), strict=True))
         for stage, kind, m in row:
             if kind is Kind.W:
@@ -263,14 +262,8 @@ class _Memory:
 
     def _peaks(self, passes: Sequence[Pass], held: float) -> tuple[float, float]:
         """Returns the peak without, and with, what Megatron's own recompute takes during passes."""
-        peak = with_passing = held
-        for work in passes:
-            passing = self._passing.get(work.kind)
-            if passing is not None:
-                with_passing = max(with_passing, held + passing[work.stage])
-            held += self.changes[work]
-            peak = max(peak, held)
-        return peak, max(peak, with_passing)
+        changes = [self.changes[work] for work in passes]
+        return max(accumulate(changes, initial=held)), whole_peak(passes, changes, self._costs, held)
 
 
 @lru_cache(16)
