@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 from torch import Tensor
@@ -23,16 +24,11 @@ LIMIT, GRACE = 100.0, 12.5
 
 
 class Mark:
-    """An event of a test's device."""
+    """An event that a test completes."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.passed = False
         self.asked = 0
-
-    def record(self) -> None:
-        self.passed = self._device.at_once
-        self._device.marks.append(self)
 
     def query(self) -> bool:
         self.asked += 1
@@ -40,20 +36,16 @@ class Mark:
 
 
 class Device:
-    """A device that comes to its marks when a test says so, or at once.
-
-    Attributes:
-        marks: those recorded, in order.
-        made: how many there are.
-    """
+    """Makes the marks of a device, which comes to them when a test says so."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.marks: list[Mark] = []
-        self.made, self.at_once = 0, at_once
+        self._at_once = at_once
 
     def mark(self) -> Mark:
-        self.made += 1
-        return Mark(self)
+        self.marks.append(Mark())
+        self.marks[-1].passed = self._at_once
+        return self.marks[-1]
 
     def passes(self, count: int) -> None:
         for mark in [each for each in self.marks if not each.passed][:count]:
@@ -387,8 +379,6 @@ def test_no_position_of_a_device_that_is_far_behind_is_lost():
 
 def test_a_device_that_fails_is_left_to_the_host():
     class Broken:
-        def record(self) -> None: ...
-
         def query(self) -> bool:
             if threading.current_thread() is threading.main_thread() and not looking:
                 return False
@@ -402,26 +392,17 @@ def test_a_device_that_fails_is_left_to_the_host():
     assert stalled_line(watching(tracker), 10 * LIMIT) is None
 
 
-def test_marks_are_used_again_when_the_device_has_left_their_run_and_not_before():
-    device = Device()
+def test_marks_do_not_accumulate():
+    device = Device(at_once=True)
     tracker = PositionTracker(device.mark)
-
-    def train() -> None:
-        with tracker.running():
-            at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)  # leaves of each its message, of two the pass too
-
-    for _ in range(3):
-        train()
-    assert device.made == 15
-    device.passes(5 + 1)
-    train()
-    assert device.made == 15
-    line = stalled_line(watching(tracker), 2 * LIMIT)
-    assert line is not None and "the GPU of" in line and "in 1F0, which takes longer than that" in line
-    device.at_once = True
-    for mark in device.marks:
-        mark.passed = True
-    for _ in range(20):
-        train()
-    assert device.made == 15
+    kept: list[weakref.ref[Mark]] = []
+    with tracker.running():
+        for _ in range(20):
+            at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
+            # Of each pass that it left: its message, and itself; one is of the round before.
+            assert len(device.marks) == (5 if kept else 4)
+            kept += map(weakref.ref, device.marks)
+            device.marks.clear()
+            assert sum(mark() is not None for mark in kept) <= 16
+    assert len(kept) > 16 and all(mark() is None for mark in kept)
     assert not tracker.device_is_behind

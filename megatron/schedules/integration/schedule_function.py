@@ -315,7 +315,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 def _watched(stall_seconds: float) -> PositionTracker:
     """Returns a tracker that ends this process if no pass finishes for ``stall_seconds``."""
-    tracker = PositionTracker(torch.cuda.Event)
+    tracker = PositionTracker(_mark)
     StallWatch(
         tracker,
         stall_seconds,
@@ -325,6 +325,12 @@ def _watched(stall_seconds: float) -> PositionTracker:
         in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
     ).start()
     return tracker
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _message_spec(config: Any, sizes: IterationSizes, cp_size: int) -> MessageSpec:

@@ -62,9 +62,9 @@ class StallWatch:
         self._tracker, self._limit, self._global_rank, self._advice = tracker, limit, global_rank, advice
         self._in_thread, self._end, self._scripts = in_thread, end or end_process, scripts
         self._pause = min(max(limit / _LOOKS, _SHORTEST_S), _LONGEST_S)
-        self._seen: object = None
+        self._seen = 0
         self._stalled = 0.0
-        self._suspect: Position | None = None
+        self._suspect: int | None = None
         self._suspected_at = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipeline stall watch", daemon=True)
@@ -86,8 +86,8 @@ class StallWatch:
         Args:
             seconds: since the last look.
         """
-        if self._tracker.progress != self._seen:
-            self._seen = self._tracker.progress
+        if self._tracker.number != self._seen:
+            self._seen = self._tracker.number
             self._reset()
         host = self._tracker.host
         if host is None and not self._tracker.device_is_behind:
@@ -104,8 +104,8 @@ class StallWatch:
             return None
         # The host may wait although its device makes progress; and a rank that waits for others lets them report first.
         if device is not None or _waits(position):
-            if self._suspect != position:
-                self._suspect, self._suspected_at = position, self._stalled
+            if self._suspect != position.number:
+                self._suspect, self._suspected_at = position.number, self._stalled
                 return None
             if self._stalled - self._suspected_at < limit * _GRACE:
                 return None
