@@ -15,6 +15,7 @@ from multiprocessing.synchronize import Semaphore
 from typing import Any, NamedTuple
 
 from benchmarks.apart import tell_megatron
+from megatron.schedules.runtime.frame_stack import with_frame_room
 
 WARM_UP = 2
 # What a step may need another rank for.
@@ -33,7 +34,8 @@ def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]
     """Trains; returns the processor time of each step behind the warm-up, of the thread that runs it.
 
     The mode with which the stand-in for a GPU sees each torch call is off in a step, since no job on a GPU has one. It
-    takes a fifth of a step, and more of stock's than of ours.
+    takes a fifth of a step, and more of stock's than of ours. Steps of stock's have room for frames as ours have, or
+    the depth of this function would decide which of them maps memory in every layer.
 
     Args:
         flags: of ``pretrain_gpt.py``.
@@ -53,6 +55,7 @@ def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]
     seconds: list[float] = []
     step, turn, number = training.train_step, turns[dist.get_rank()], count()
 
+    @with_frame_room
     def stepped(*args: Any, **kwargs: Any) -> Any:
         if next(number) < WARM_UP:
             return step(*args, **kwargs)

@@ -19,6 +19,7 @@ from megatron.schedules.programs.program import (
     Result,
     Slot,
 )
+from megatron.schedules.runtime.frame_stack import with_frame_room
 from megatron.schedules.runtime.position import End, PositionTracker
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
@@ -40,6 +41,7 @@ class Observer:
         """The host has queued all of ``action`` on the device."""
 
 
+@with_frame_room
 def run(
     program: Program,
     stages: Stages,
