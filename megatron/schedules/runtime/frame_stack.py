@@ -9,7 +9,7 @@ _ROOM = 7200
 
 
 def with_frame_room[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``function``, below which frames have 70 KiB of room: about 400 calls, one inside the other.
+    """Changes and returns ``function``: below it, frames have 70 KiB of room, about 400 calls one inside the other.
 
     CPython (3.11 and newer) keeps frames in chunks of 16 KiB. It maps a new one when a call crosses the end of the
     last, and unmaps it when this call returns. Where the end lies depends on the depth of the whole program, and a call
