@@ -8,19 +8,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from benchmarks.apart import rows_apart
-from benchmarks.host_ranks import WARM_UP, Turn, seconds_of_steps
+from benchmarks.host_ranks import TURN_S, WARM_UP, Turns, Watch, seconds_of_steps
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 from megatron.schedules.api import plan
 from megatron.schedules.schedule.kinds import Kind
 
 _SIZES, _MICROBATCHES, _LAYERS = (2, 4), 32, 8
-_STARTS, _STEPS = 14, 8
+_STARTS, _STEPS = 10, 8
 _MOST_S = 900.0
 _LOCAL, _ENGINES = "local", "transformer_engine"
 _LAYERS_OF = {_LOCAL: "local", _ENGINES: "Transformer Engine's"}
@@ -64,7 +63,7 @@ _JOBS = (
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """Yields a row for each kind of layers, number of ranks and job; steps of the jobs take turns."""
+    """Yields a row for each kind of layers, number of ranks and job; the jobs take turns."""
     starts = 1 if quick else _STARTS
     for layers, start in ((_LOCAL, _start_local), (_ENGINES, _start_engines)):
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -124,17 +123,16 @@ def _start(layers: str, say: Say) -> Iterator[Row]:
 
     quick_start()
     for ranks in _SIZES:
-        say(f"host: {_LAYERS_OF[layers]} layers on {ranks} ranks, {len(_JOBS)} jobs step by step")
-        semaphores = [get_context("fork").Semaphore(0) for _ in range(ranks * len(_JOBS))]
-        turns = [Turn(*pair) for pair in zip(semaphores, [*semaphores[1:], semaphores[0]], strict=True)]
+        say(f"host: {_LAYERS_OF[layers]} layers on {ranks} ranks, {len(_JOBS)} jobs in turns")
+        turns = Turns(ranks * len(_JOBS))
         with ExitStack() as running:
             waits = []
             for number, job in enumerate(_JOBS):
                 flags = [*_MODEL, "--transformer-impl", layers, "--pipeline-model-parallel-size", str(ranks)]
                 flags += [*shlex.split(job.flags), "--train-iters", str(_STEPS + WARM_UP)]
-                body = partial(seconds_of_steps, flags, turns[ranks * number : ranks * (number + 1)])
+                watches = [Watch(turns, rank * len(_JOBS) + number) for rank in range(ranks)]
+                body = partial(seconds_of_steps, flags, watches)
                 waits.append(running.enter_context(running_ranks(ranks, body, _MOST_S)))
-            semaphores[0].release()
             for job, results in zip(_JOBS, waits, strict=True):
                 seconds = [sum(step) for step in zip(*results(), strict=True)]
                 yield {"pipeline_size": ranks, "job": job.name, "seconds": seconds}
@@ -163,11 +161,12 @@ def section(rows: Sequence[Row]) -> str:
         f"Whole training steps of {_LAYERS} layers of hidden size 32, {_MICROBATCHES} microbatches, on {_sizes(rows)} "
         "processes. Layers this small leave the host nothing but its own work. Counted is the processor time of the "
         f"thread that trains, of all ranks together: the median of {rows[0]['repetitions']} steps, in "
-        f"{rows[0]['starts']} starts of each job: where the memory of a process happens to lie changes its time by "
-        "several percent, also of two jobs of stock's. Steps of all jobs take turns, and each rank runs its own alone, "
-        "with messages that end at once and bring zeros: neither other ranks nor gloo's threads share its core. A "
-        "ratio is of two steps of one turn, to stock's job with as many chunks; half of them lie in the range. The "
-        "stand-in for a GPU does not watch torch's calls meanwhile. Steps of stock's get the room for Python's frames "
+        f"{rows[0]['starts']} starts of each job. A rank works alone, with messages that end at once and bring zeros: "
+        "neither other ranks nor gloo's threads share its core. All ranks of all jobs take turns of at least "
+        f"{1e3 * TURN_S:.0f} ms, in an order by chance, so a step of each sees the same machine, which is now faster, "
+        "now slower. A ratio is of two steps done at once, to stock's job with as many chunks; half of them lie in the "
+        "range. The stand-in for a GPU does not watch torch's calls meanwhile. Steps of stock's get the room for "
+        "Python's frames "
         "that the engine gives its own ([frame_stack.py](../megatron/schedules/runtime/frame_stack.py)); without it a "
         "step of stock's interleaved 1F1B took 4 % longer at the depth at which it is called here. "
         "Transformer Engine's layers are its own Python, over plain torch in place of its kernels. Weight gradients of "

@@ -1,7 +1,8 @@
 """One rank of a training job, whose steps take turns with those of all other ranks and jobs.
 
-While it runs a step it is alone: no other process works, and no message comes. So what a step takes depends neither on
-other ranks' work on the same cores nor on gloo's threads, and jobs can be compared step by step, a moment apart.
+While it has its turn it is alone: no other process works, and no message comes. So what a step takes depends neither on
+other ranks' work on the same cores nor on gloo's threads. Turns are short, since a shared machine is faster in one half
+of a second than in the next: a step of each job then has its part of every one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from multiprocessing.synchronize import Semaphore
-from typing import Any, NamedTuple
+from multiprocessing import get_context
+from random import SystemRandom
+from typing import Any
 
 from benchmarks.apart import tell_megatron
 from megatron.schedules.runtime.frame_stack import with_frame_room
@@ -21,16 +23,77 @@ WARM_UP = 2
 # What a step may need another rank for.
 _MESSAGES = ("send", "recv", "allreduce", "broadcast")
 _MOST_S = 300.0
+# Long beside what it costs to fill the caches again, short beside what changes the speed of a shared machine.
+TURN_S = 0.03
 
 
-class Turn(NamedTuple):
-    """When a rank runs a step, and whom it lets run after it."""
+class Turns:
+    """Who works: one rank of one job at a time, in rounds of all whose step has not ended.
 
-    own: Semaphore
-    following: Semaphore
+    Each round has another order by chance: what a rank needs may lie in the cache, where it follows one like itself.
+
+    Args:
+        ranks: of all jobs together. The first one has the first turn.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        context = get_context("fork")
+        self._turns = [context.Semaphore(number == 0) for number in range(ranks)]
+        self._ended, self._served = context.RawArray("b", ranks), context.RawArray("b", ranks)
+
+    def wait(self, number: int) -> None:
+        """Returns where rank ``number`` has its turn.
+
+        Raises:
+            RuntimeError: the turn does not come: another rank has failed.
+        """
+        if not self._turns[number].acquire(timeout=_MOST_S):
+            raise RuntimeError("another rank or job has not ended its turn")
+
+    def pass_on(self, number: int, ended: bool) -> None:
+        """Lets another rank work. One whose step has ``ended`` gets no turn until all others' have."""
+        self._served[number], self._ended[number] = True, ended
+        if all(self._ended):
+            self._ended[:] = bytes(len(self._ended))
+        if not self._waiting():
+            self._served[:] = self._ended[:]
+        self._turns[SystemRandom().choice(self._waiting())].release()
+
+    def _waiting(self) -> list[int]:
+        return [number for number, served in enumerate(self._served) if not served]
 
 
-def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]:
+class Watch:
+    """Counts the processor time that a step takes in its turns.
+
+    Args:
+        number: of this rank in ``turns``.
+    """
+
+    def __init__(self, turns: Turns, number: int) -> None:
+        self._turns, self._number, self._seconds = turns, number, 0.0
+
+    def begin(self) -> None:
+        """Waits for a turn."""
+        self._turns.wait(self._number)
+        self._begun = time.thread_time()
+
+    def pause(self) -> None:
+        """Lets others work before the step goes on, where this turn was long enough."""
+        seconds = time.thread_time() - self._begun
+        if seconds >= TURN_S:
+            self._seconds += seconds
+            self._turns.pass_on(self._number, ended=False)
+            self.begin()
+
+    def end(self) -> float:
+        """Ends the step; returns its seconds."""
+        seconds, self._seconds = self._seconds + time.thread_time() - self._begun, 0.0
+        self._turns.pass_on(self._number, ended=True)
+        return seconds
+
+
+def seconds_of_steps(flags: Sequence[str], watches: Sequence[Watch]) -> list[float]:
     """Trains; returns the processor time of each step behind the warm-up, of the thread that runs it.
 
     The mode with which the stand-in for a GPU sees each torch call is off in a step, since no job on a GPU has one. It
@@ -39,7 +102,7 @@ def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]
 
     Args:
         flags: of ``pretrain_gpt.py``.
-        turns: of the ranks of this job.
+        watches: of the ranks of this job.
 
     Raises:
         RuntimeError: the turn does not come: another rank has failed.
@@ -53,19 +116,16 @@ def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]
     tell_megatron()
     _replace_calls_with_a_device()
     seconds: list[float] = []
-    step, turn, number = training.train_step, turns[dist.get_rank()], count()
+    step, watch, number = training.train_step, watches[dist.get_rank()], count()
 
     @with_frame_room
     def stepped(*args: Any, **kwargs: Any) -> Any:
         if next(number) < WARM_UP:
             return step(*args, **kwargs)
-        if not turn.own.acquire(timeout=_MOST_S):
-            raise RuntimeError("another rank or job has not ended its step")
-        with _empty_messages(), torch._C.DisableTorchFunction():
-            begun = time.thread_time()
+        watch.begin()
+        with _empty_messages(watch), torch._C.DisableTorchFunction():
             found = step(*args, **kwargs)
-            seconds.append(time.thread_time() - begun)
-        turn.following.release()
+        seconds.append(watch.end())
         return found
 
     training.train_step = stepped
@@ -75,13 +135,13 @@ def seconds_of_steps(flags: Sequence[str], turns: Sequence[Turn]) -> list[float]
 
 
 @contextmanager
-def _empty_messages() -> Iterator[None]:
-    """Messages to other ranks end at once, and what is received is zero."""
+def _empty_messages(watch: Watch) -> Iterator[None]:
+    """Messages to other ranks end at once, what is received is zero, and to send one may end the turn."""
     import torch.distributed as dist
 
     kept = {name: vars(dist.ProcessGroup)[name] for name in _MESSAGES}
     for name in _MESSAGES:
-        setattr(dist.ProcessGroup, name, _empty(name, getattr(dist.ProcessGroup, name)))
+        setattr(dist.ProcessGroup, name, _empty(name, getattr(dist.ProcessGroup, name), watch))
     try:
         yield
     finally:
@@ -89,12 +149,14 @@ def _empty_messages() -> Iterator[None]:
             setattr(dist.ProcessGroup, name, stock)
 
 
-def _empty(name: str, stock: Any) -> Any:
+def _empty(name: str, stock: Any, watch: Watch) -> Any:
     def message(group: Any, tensors: Any, *args: Any) -> Any:
         if group.size() == 1:
             return stock(group, tensors, *args)
         if name == "recv":
             tensors[0].detach().zero_()
+        if name == "send":
+            watch.pause()
         return _DONE
 
     return message

@@ -1,4 +1,4 @@
-"""What the benchmark of the host's time says of its rows."""
+"""What the benchmark of the host's time says of its rows, and how its ranks take turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host
+from benchmarks import host, host_ranks
+from benchmarks.host_ranks import TURN_S, Turns, Watch
 
 pytestmark = pytest.mark.pure
 
@@ -74,3 +75,56 @@ def test_each_schedule_is_beside_stock_with_as_many_chunks() -> None:
 def test_backwards_that_a_job_splits_are_counted(job: str, least: int, most: int) -> None:
     """At least one of each stage stays split, and of two ranks one waits for the other's under ZB-1P."""
     assert least <= host.splits(next(each for each in host._JOBS if each.name == job), "local", 2) <= most
+
+
+def whose(turns: Turns) -> int:
+    """The one rank that may work."""
+    (number,) = [number for number, turn in enumerate(turns._turns) if turn.acquire(block=False)]
+    return number
+
+
+def test_each_rank_works_once_in_a_round() -> None:
+    turns, order = Turns(4), []
+    for _ in range(12):
+        order.append(whose(turns))
+        turns.pass_on(order[-1], ended=False)
+    assert [sorted(order[at : at + 4]) for at in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+
+
+def test_who_has_ended_a_step_waits_for_all_others() -> None:
+    turns, steps, order = Turns(3), [0, 0, 0], []
+    for turn in range(14):
+        order.append(whose(turns))
+        ended = order[-1] < 2 or turn % 7 == 6  # a step of ranks 0 and 1 is one turn, one of rank 2 five
+        steps[order[-1]] += ended
+        turns.pass_on(order[-1], ended)
+    assert steps == [2, 2, 2]
+    assert [sorted(order[at : at + 7]) for at in (0, 7)] == [[0, 1, 2, 2, 2, 2, 2]] * 2
+
+
+def test_only_own_turns_are_counted_and_short_ones_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Recorded(Turns):
+        passed = 0
+
+        def wait(self, number: int) -> None:
+            nonlocal now
+            super().wait(number)
+            now += 100.0
+
+        def pass_on(self, number: int, ended: bool) -> None:
+            self.passed += 1
+            super().pass_on(number, ended)
+
+    monkeypatch.setattr(host_ranks.time, "thread_time", lambda: now)
+    turns = Recorded(1)
+    watch = Watch(turns, 0)
+    for step in (1, 2):
+        watch.begin()
+        for worked, passed in ((TURN_S / 2, 0), (TURN_S, 1), (2 * TURN_S, 2)):
+            now += worked
+            watch.pause()
+            assert turns.passed == passed + 3 * (step - 1)
+        now += TURN_S / 2
+        assert watch.end() == pytest.approx(4 * TURN_S)
