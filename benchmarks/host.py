@@ -147,7 +147,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         if job.beside and ratios:
             said = "; ".join(
                 f"{_LAYERS_OF[layers]} layers: "
-                + ", ".join(f"{row['ratio']['median']:.2f}" for row in own if row["layers"] == layers)
+                + ", ".join(f"{row['ratio']['median']:.3f}" for row in own if row["layers"] == layers)
                 for layers in dict.fromkeys(row["layers"] for row in own)
             )
             text = f"A step under {job.name} takes the host at most {job.most:.2f} of the time of {job.beside}"

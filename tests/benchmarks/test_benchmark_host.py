@@ -46,11 +46,11 @@ def test_a_claim_holds_if_it_does_on_all_sizes_and_layers() -> None:
     found = {claim.text: (claim.found, claim.verdict) for claim in host.claims(ROWS)}
     assert found == {
         "A step under `1f1b` takes the host at most 1.00 of the time of stock 1F1B": (
-            "local layers: 0.98, on 2 ranks",
+            "local layers: 0.980, on 2 ranks",
             "held",
         ),
         "A step under `zb-1p` takes the host at most 1.05 of the time of stock 1F1B": (
-            "local layers: 1.04, 1.07; Transformer Engine's layers: 1.02, 1.03, on 2 and 4 ranks",
+            "local layers: 1.040, 1.070; Transformer Engine's layers: 1.020, 1.030, on 2 and 4 ranks",
             "not held",
         ),
     }
