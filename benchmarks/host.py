@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from benchmarks.apart import rows_apart
-from benchmarks.host_ranks import TURN_S, WARM_UP, Turns, Watch, seconds_of_steps
+from benchmarks.host_ranks import WARM_UP, Turns, Watch, seconds_of_steps
 from benchmarks.parts import Claim, Part, Row, Say, Statistics, markdown_table, verdict
 from megatron.schedules.api import plan
 from megatron.schedules.schedule.kinds import Kind
@@ -162,8 +162,8 @@ def section(rows: Sequence[Row]) -> str:
         "processes. Layers this small leave the host nothing but its own work. Counted is the processor time of the "
         f"thread that trains, of all ranks together: the median of {rows[0]['repetitions']} steps, in "
         f"{rows[0]['starts']} starts of each job. A rank works alone, with messages that end at once and bring zeros: "
-        "neither other ranks nor gloo's threads share its core. All ranks of all jobs take turns of at least "
-        f"{1e3 * TURN_S:.0f} ms, in an order by chance, so a step of each sees the same machine, which is now faster, "
+        "neither other ranks nor gloo's threads share its core. All ranks of all jobs take turns on one core, from "
+        "one forward to the next, in an order by chance, so a step of each sees the same machine, which is now faster, "
         "now slower. A ratio is of two steps done at once, to stock's job with as many chunks; half of them lie in the "
         "range. The stand-in for a GPU does not watch torch's calls meanwhile. Steps of stock's get the room for "
         "Python's frames "

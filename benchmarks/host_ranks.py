@@ -1,12 +1,14 @@
 """One rank of a training job, whose steps take turns with those of all other ranks and jobs.
 
 While it has its turn it is alone: no other process works, and no message comes. So what a step takes depends neither on
-other ranks' work on the same cores nor on gloo's threads. Turns are short, since a shared machine is faster in one half
-of a second than in the next: a step of each job then has its part of every one.
+other ranks' work on the same cores nor on gloo's threads. A turn ends at the next forward, since a shared machine is
+faster in one moment than in the next: a step of each job then has its part of all of them. All ranks share a core: on
+two, a turn would find in the cache more or less of what the rank's last one left, as chance has it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +25,6 @@ WARM_UP = 2
 # What a step may need another rank for.
 _MESSAGES = ("send", "recv", "allreduce", "broadcast")
 _MOST_S = 300.0
-# Long beside what it costs to fill the caches again, short beside what changes the speed of a shared machine.
-TURN_S = 0.03
 
 
 class Turns:
@@ -72,23 +72,23 @@ class Watch:
 
     def __init__(self, turns: Turns, number: int) -> None:
         self._turns, self._number, self._seconds = turns, number, 0.0
+        self.running = False
 
     def begin(self) -> None:
-        """Waits for a turn."""
+        """Waits for a turn in which a step begins or goes on."""
         self._turns.wait(self._number)
-        self._begun = time.thread_time()
+        self.running, self._begun = True, time.thread_time()
 
     def pause(self) -> None:
-        """Lets others work before the step goes on, where this turn was long enough."""
-        seconds = time.thread_time() - self._begun
-        if seconds >= TURN_S:
-            self._seconds += seconds
+        """Lets others work before the step goes on, if one is counted."""
+        if self.running:
+            self._seconds += time.thread_time() - self._begun
             self._turns.pass_on(self._number, ended=False)
             self.begin()
 
     def end(self) -> float:
         """Ends the step; returns its seconds."""
-        seconds, self._seconds = self._seconds + time.thread_time() - self._begun, 0.0
+        seconds, self._seconds, self.running = self._seconds + time.thread_time() - self._begun, 0.0, False
         self._turns.pass_on(self._number, ended=True)
         return seconds
 
@@ -112,36 +112,43 @@ def seconds_of_steps(flags: Sequence[str], watches: Sequence[Watch]) -> list[flo
     from megatron.training import training
 
     import pretrain_gpt
+    from megatron.schedules.integration import gpt
 
     tell_megatron()
     _replace_calls_with_a_device()
     seconds: list[float] = []
-    step, watch, number = training.train_step, watches[dist.get_rank()], count()
+    step, forward, number = training.train_step, gpt.forward_step, count()
+    watch = watches[dist.get_rank()]
 
     @with_frame_room
     def stepped(*args: Any, **kwargs: Any) -> Any:
         if next(number) < WARM_UP:
             return step(*args, **kwargs)
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         watch.begin()
-        with _empty_messages(watch), torch._C.DisableTorchFunction():
+        with _empty_messages(), torch._C.DisableTorchFunction():
             found = step(*args, **kwargs)
         seconds.append(watch.end())
         return found
 
-    training.train_step = stepped
+    def forward_step(*args: Any) -> Any:
+        watch.pause()
+        return forward(*args)
+
+    training.train_step, gpt.forward_step = stepped, forward_step
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
     return seconds
 
 
 @contextmanager
-def _empty_messages(watch: Watch) -> Iterator[None]:
-    """Messages to other ranks end at once, what is received is zero, and to send one may end the turn."""
+def _empty_messages() -> Iterator[None]:
+    """Messages to other ranks end at once, and what is received is zero."""
     import torch.distributed as dist
 
     kept = {name: vars(dist.ProcessGroup)[name] for name in _MESSAGES}
     for name in _MESSAGES:
-        setattr(dist.ProcessGroup, name, _empty(name, getattr(dist.ProcessGroup, name), watch))
+        setattr(dist.ProcessGroup, name, _empty(name, getattr(dist.ProcessGroup, name)))
     try:
         yield
     finally:
@@ -149,14 +156,12 @@ def _empty_messages(watch: Watch) -> Iterator[None]:
             setattr(dist.ProcessGroup, name, stock)
 
 
-def _empty(name: str, stock: Any, watch: Watch) -> Any:
+def _empty(name: str, stock: Any) -> Any:
     def message(group: Any, tensors: Any, *args: Any) -> Any:
         if group.size() == 1:
             return stock(group, tensors, *args)
         if name == "recv":
             tensors[0].detach().zero_()
-        if name == "send":
-            watch.pause()
         return _DONE
 
     return message
