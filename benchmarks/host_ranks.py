@@ -131,9 +131,9 @@ def seconds_of_steps(flags: Sequence[str], watches: Sequence[Watch]) -> list[flo
         seconds.append(watch.end())
         return found
 
-    def forward_step(*args: Any) -> Any:
+    def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         watch.pause()
-        return forward(*args)
+        return forward(data_iterator, model)
 
     training.train_step, gpt.forward_step = stepped, forward_step
     sys.argv = ["pretrain_gpt.py", *flags]
