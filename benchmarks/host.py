@@ -166,12 +166,11 @@ def section(rows: Sequence[Row]) -> str:
         "one forward to the next, in an order by chance, so a step of each sees the same machine, which is now faster, "
         "now slower. A ratio is of two steps done at once, to stock's job with as many chunks; half of them lie in the "
         "range. The stand-in for a GPU does not watch torch's calls meanwhile. Steps of stock's get the room for "
-        "Python's frames "
-        "that the engine gives its own ([frame_stack.py](../megatron/schedules/runtime/frame_stack.py)); without it a "
-        "step of stock's interleaved 1F1B took 4 % longer at the depth at which it is called here. "
-        "Transformer Engine's layers are its own Python, over plain torch in place of its kernels. Weight gradients of "
-        "layers this small are a fourteenth of a backward by the model's arithmetic, so few ranks wait for a split, "
-        "and plans split few backwards."
+        "Python's frames that the engine gives its own "
+        "([frame_stack.py](../megatron/schedules/runtime/frame_stack.py)); without it a step of stock's interleaved "
+        "1F1B took 4 % longer at the depth at which it is called here. Transformer Engine's layers are its own Python, "
+        "over plain torch in place of its kernels. Weight gradients of layers this small are a fourteenth of a "
+        "backward by the model's arithmetic, so few ranks wait for a split, and plans split few backwards."
     )
     heads = ("layers", "schedule", "ranks", "backwards split", "step, ms", "of stock's")
     return f"{how}\n\n{markdown_table(heads, [_cells(row) for row in rows])}"

@@ -72,23 +72,24 @@ class Watch:
 
     def __init__(self, turns: Turns, number: int) -> None:
         self._turns, self._number, self._seconds = turns, number, 0.0
-        self.running = False
+        self._begun: float | None = None  # the turn, within a step
 
     def begin(self) -> None:
         """Waits for a turn in which a step begins or goes on."""
         self._turns.wait(self._number)
-        self.running, self._begun = True, time.thread_time()
+        self._begun = time.thread_time()
 
     def pause(self) -> None:
         """Lets others work before the step goes on, if one is counted."""
-        if self.running:
+        if self._begun is not None:
             self._seconds += time.thread_time() - self._begun
             self._turns.pass_on(self._number, ended=False)
             self.begin()
 
     def end(self) -> float:
         """Ends the step; returns its seconds."""
-        seconds, self._seconds, self.running = self._seconds + time.thread_time() - self._begun, 0.0, False
+        assert self._begun is not None, "a step has begun"
+        seconds, self._seconds, self._begun = self._seconds + time.thread_time() - self._begun, 0.0, None
         self._turns.pass_on(self._number, ended=True)
         return seconds
 
