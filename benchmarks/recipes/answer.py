@@ -33,13 +33,8 @@ TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 _MICROBATCHES_A_RANK = 3
 # Seconds of each search of ``auto`` on a typical core.
 SEARCH_SECONDS = 0.5
-# What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
-NO_FIGURES = {
-    "enable_hyper_connections": "hyper-connections",
-    "peft": "adapters",
-}
+# What the memory model does not know, by the argument that asks for it.
 UNKNOWN = {
-    **NO_FIGURES,
     "experimental_attention_variant": "the attention, counted as full attention",
     "vision_config": "the vision encoder",
 }
@@ -178,10 +173,9 @@ def answer(
     plain, gpu = replace(spec, stock=StockFlags()), SHORT[device]
     of_stock = timed(plain, gpu, stock=True)
     stock, is_as_set = _stock(of_stock, chunks)
-    has_figures = not any(getattr(args, argument, None) for argument in NO_FIGURES)
     for each in tried:
         alike = _planned(placed(of_stock, ScheduleChoice(each, each)))
-        if not has_figures or alike.fits(gib * GIB):
+        if alike.fits(gib * GIB):
             break
     found = Answer(
         name,
@@ -200,8 +194,6 @@ def answer(
         found = replace(found, **_acceptance(spec, alike))
     else:
         found = replace(found, refused=known.refused, left_out=known.left_out)
-    if not has_figures:
-        return found
     named = ScheduleChoice(each, each)
     of_ours = timed(replace(without(spec, found.left_out), stock=StockFlags()), gpu)
     levelled = _planned(placed(of_stock, stock_choice(chunks)))

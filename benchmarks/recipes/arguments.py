@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from megatron.schedules.estimate.build import Adapters
 from megatron.schedules.estimate.megatron_flags import script_words
 from megatron.schedules.integration.flags.declared import FIELDS, add_arguments, layout_text
 from megatron.schedules.utils.errors import PlanError
@@ -52,7 +53,7 @@ def of_container(config: Any, gpus: int) -> argparse.Namespace:
             if value is not None or name not in _OVERRIDE:
                 setattr(args, _NAMES.get(field, field), _DTYPES.get(str(value), value))
     args.world_size = gpus
-    args.peft = getattr(config, "peft", None) is not None
+    args.adapters = _adapters(getattr(config, "peft", None))
     args.group_query_attention = args.num_query_groups not in (None, args.num_attention_heads)
     # Megatron-LM adds gradients up in single precision unless this flag is given, Bridge if it is told to.
     args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
@@ -64,6 +65,10 @@ def of_container(config: Any, gpus: int) -> argparse.Namespace:
     if not isinstance(args.pipeline_model_parallel_layout, str | None):
         args.pipeline_model_parallel_layout = layout_text(args.pipeline_model_parallel_layout)
     return args
+
+
+def _adapters(peft: Any) -> Adapters | None:
+    return None if peft is None else Adapters(peft.dim, frozenset(name.split(".")[-1] for name in peft.target_modules))
 
 
 def _parser() -> argparse.ArgumentParser:

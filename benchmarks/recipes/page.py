@@ -173,7 +173,7 @@ def _gained(answers: Sequence[Answer]) -> list[str]:
         for name, pairs in groups.items()
         if pairs
     ]
-    return [_GAINED.format(len(timed), len(answers)), markdown([(name, "") for name in names], rows)]
+    return [_GAINED.format(len(timed)), markdown([(name, "") for name in names], rows)]
 
 
 def _is_short(answer: Answer) -> bool:
@@ -338,15 +338,14 @@ buys: `v-half` without any recompute. *Time* is its planned iteration time over 
 and levelled layers. It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where
 all but a few layers have experts, is taken as free, so the real gain is larger.
 """
-_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes of {}; the others have
-[no figures](#not-counted). Gains are over stock's schedule with its own CUDA graphs, its own overlap, and levelled
-layers. All are medians:
+_GAINED = """Times are [estimates for the recipe's GPU](accuracy.md), of {} recipes. Gains are over stock's schedule
+with its own CUDA graphs, its own overlap, and levelled layers. All are medians:
 """
 # A gain or a loss that is worth a word, and microbatches of a rank that are few.
 _CLAIMED, _FEW = 0.01, 4
 _NOT_COUNTED = """## Not counted
 
-- Low-rank adapters (`peft`) and hyper-connections: no figures are given.
+- Weights of the maps of hyper-connections, and what recompute of `mhc` holds for several layers at once.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
 - Memory of CUDA graphs of whole iterations: samples of all microbatches, and what the allocator keeps from before.

@@ -155,8 +155,8 @@ All figures are [estimates](accuracy.md). **Nothing on this page ran on a GPU.**
 the further they are from those that NVIDIA measured: most of these have microbatches of one sample and little
 recompute. Where a row changes much, try it first.
 
-{} recipes were searched, of {} of {} pairs of model and GPU. The others are of DeepSeek-V4: there is no
-estimate of its hyper-connections.
+{} recipes were searched, of {} of {} pairs of model and GPU. The others are of DeepSeek-V4, whose
+compressed attention is counted as full attention.
 """
 _LEGEND = """- *Sizes*: tensor (TP), context (CP), expert (EP) and pipeline parallel sizes (PP), chunks of a rank under
   stock's interleaved schedule (VP), and samples of a microbatch (MB); sizes of 1 are left out

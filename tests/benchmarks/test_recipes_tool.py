@@ -8,12 +8,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.recipes.__main__ import as_json, main, read
+from benchmarks.recipes.arguments import of_container
 from benchmarks.recipes.page import as_page
 from megatron.schedules.cli.ending import run
+from megatron.schedules.estimate.build import Adapters
 from megatron.schedules.estimate.device_memory import RESERVED
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +113,18 @@ def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
     line = "left out: Megatron-Bridge cannot make other_pretrain_8gpu_h100_bf16_config: a file of the repository"
     assert line in found.stderr and not found.stdout
     assert (wheel / "page.md").read_text() == PAGE.read_text()
+
+
+def test_adapters_of_a_recipe_are_read():
+    targets = ["linear_qkv", "*.layers.0.*.linear_fc1"]
+    config = SimpleNamespace(peft=SimpleNamespace(dim=16, target_modules=targets))
+    assert of_container(config, 8).adapters == Adapters(16, frozenset(("linear_qkv", "linear_fc1")))
+    assert of_container(SimpleNamespace(peft=None), 8).adapters is None
+
+
+def test_every_recipe_of_the_page_has_figures():
+    answers = read(JSON).values()
+    assert len(answers) == 207 and all(each.gains is not None for each in answers)
 
 
 @pytest.mark.nightly

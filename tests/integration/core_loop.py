@@ -31,6 +31,7 @@ from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.schedules.integration.layers.tied import copies as found_copies
+from tests.integration import low_rank
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
 from tests.loops.ours import install
@@ -48,7 +49,7 @@ def core_loop(
         sizes: for ``parallel_state.initialize_model_parallel``.
         settings: ours; None for a loop without this package.
         calls: the calls.
-        options: of the model, see :func:`model_of`.
+        options: of the model, see :func:`model_of`. With ``adapters`` only low-rank ones are trained.
     """
     world = math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
     groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
@@ -78,6 +79,8 @@ def _loop(
 ) -> list[Done]:
     if "prepare" in options:
         options.pop("prepare")()
+    if options.pop("adapters", False):
+        low_rank.put_in_place()
     passes = install(**(settings or {"schedule": None}))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

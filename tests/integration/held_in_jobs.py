@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +13,24 @@ from megatron.training import arguments, training
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
 from megatron.schedules.integration.flags.arguments import completed
+from megatron.schedules.integration.flags.configuration import adapters_of
 from megatron.schedules.integration.linears.products import memory_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.job_costs import costs_of
 from tests.integration.dry_runs import job_of
 
 
-def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
-    """The estimate for the command line of this process as a CPU runs it, with attention in one kernel if asked."""
+def estimate_here(*, one_kernel: bool, model: Sequence[torch.nn.Module]) -> tuple[RankMemory, ...]:
+    """The estimate for the command line of this process as a CPU runs it, with attention in one kernel if asked.
+
+    Where only adapters of its ``model`` are trained, it is that of a loop that trains them.
+    """
     hooks.install()
     args = arguments.parse_args()
     asked = job_of(args)
     spec = completed(asked.spec, args)
     assert spec.model is not None
-    build = replace(spec.model.build, plain=args.transformer_impl == "local")
+    build = replace(spec.model.build, plain=args.transformer_impl == "local", adapters=adapters_of(model))
     if one_kernel:
         build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
     spec = replace(spec, model=replace(spec.model, build=build))

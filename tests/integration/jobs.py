@@ -262,13 +262,13 @@ def hooks() -> list[tuple[str, str, bool, bool]]:
 
 
 def held_and_estimated(
-    world: int, flags: Sequence[str], one_kernel: bool = False
+    world: int, flags: Sequence[str], one_kernel: bool = False, adapters: bool = False
 ) -> tuple[list[dict[str, int]], tuple[RankMemory, ...]]:
     """Bytes that each pipeline rank really holds of each sort, the most of its replicas, and what a dry run says.
 
-    Attention is stock's local one, or one kernel.
+    Attention is stock's local one, or one kernel. With ``adapters`` only low-rank ones are trained.
     """
-    found = run_ranks(world, _held_and_estimated, list(flags), one_kernel)
+    found = run_ranks(world, _held_and_estimated, list(flags), one_kernel, adapters)
     ranks: list[dict[str, int]] = [{} for _ in found[0][1]]
     for (rank, held), _ in found:
         ranks[rank] = {name: max(size, ranks[rank].get(name, 0)) for name, size in held.items()}
@@ -523,14 +523,16 @@ def _stalled(flags: list[str], how: str) -> list[str]:
 
 
 def _held_and_estimated(
-    flags: list[str], one_kernel: bool
+    flags: list[str], one_kernel: bool, adapters: bool
 ) -> tuple[tuple[int, dict[str, int]], tuple[RankMemory, ...]]:
     sys.argv = ["pretrain_gpt.py", *flags]
     if one_kernel:
         kernel_attention.put_in_place()
-    estimate, seen = held_in_jobs.estimate_here(one_kernel=one_kernel), held_in_jobs.listen()
+    if adapters:
+        low_rank.put_in_place(low_rank.OfLinears)
+    seen = held_in_jobs.listen()
     _rank_main(flags)
-    return held_in_jobs.held(seen), estimate
+    return held_in_jobs.held(seen), held_in_jobs.estimate_here(one_kernel=one_kernel, model=seen["model"])
 
 
 def _replanned(

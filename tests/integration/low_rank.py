@@ -31,13 +31,28 @@ class Adapter(torch.nn.Module):
         return given @ self.down.t().to(given.dtype) @ self.up.t().to(given.dtype)
 
 
-def put_in_place() -> None:
+class OfLinears(torch.nn.Module):
+    """The same of Megatron's own linears, as Megatron-Bridge has them, whose backwards are split."""
+
+    def __init__(self, linear: Any, layer: int) -> None:
+        super().__init__()
+        wide_out, wide_in = linear.weight.shape
+        of = {"config": linear.config, "init_method": linear.config.init_method, "bias": False}
+        self.down, self.up = ColumnParallelLinear(wide_in, RANK, **of), ColumnParallelLinear(RANK, wide_out, **of)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        lower, _ = self.down(given)
+        result: torch.Tensor = self.up(lower)[0]
+        return result
+
+
+def put_in_place(adapter: type[Adapter | OfLinears] = Adapter) -> None:
     """Every model built from now on, in this process, trains adapters only."""
     for kind in (GPTModel, HybridModel):
-        _freeze(kind)
+        _freeze(kind, adapter)
 
 
-def _freeze(kind: Any) -> None:
+def _freeze(kind: Any, adapter: type[Adapter | OfLinears]) -> None:
     build = kind.__init__
 
     def build_frozen(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +61,7 @@ def _freeze(kind: Any) -> None:
         for layer in model.decoder.layers:
             for linear in list(layer.modules()):
                 if isinstance(linear, (ColumnParallelLinear, RowParallelLinear, *linears())):
-                    linear.adapter = Adapter(linear, layer.layer_number)
+                    linear.adapter = adapter(linear, layer.layer_number)
                     linear.register_forward_hook(_added)
 
     kind.__init__ = build_frozen

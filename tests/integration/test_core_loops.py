@@ -103,6 +103,7 @@ SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "lengths vary, as in verl": ({PIPELINE: 2}, {"varied": True}),
     "hidden states that are wider between stages": ({PIPELINE: 4}, {"varied": True, "wide": True}),
     "no data parallelism around the model": ({PIPELINE: 2}, {"wrapped": False}),
+    "low-rank adapters alone": ({PIPELINE: 2}, {"adapters": True}),
     "biases that are frozen at first": ({PIPELINE: 2}, {"frozen_first": "linear_qkv.bias"}),
     "data and tensor parallelism": (
         {PIPELINE: 2, "tensor_model_parallel_size": 2, "data_parallel_size": 2},

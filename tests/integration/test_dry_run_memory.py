@@ -135,6 +135,18 @@ def test_attention_in_one_kernel_keeps_no_scores(megatron, flags: str):
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
 
 
+@pytest.mark.parametrize(("schedule", "flags"), [("1f1b", BF16), by_night("v-half", f"{BF16} {MODERN}")])
+def test_where_only_adapters_are_trained(megatron, schedule: str, flags: str):
+    """Frozen linears keep nothing; their weights have neither gradients nor an optimizer."""
+    pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    asked = [*MODEL, *SIZE, *pipeline, *shlex.split(flags)]
+    ranks, said = megatron("held_and_estimated", 2, asked, adapters=True)
+    for held, estimated in zip(ranks, said, strict=True):
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(estimated, part) == held[part] > 0, part
+        assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
 @pytest.mark.parametrize("schedule", ["v-min", by_night("zb-1p")])
 def test_so_it_is_on_four_ranks(megatron, schedule: str):
     flags = [*SIZE, "--global-batch-size", "8", "--pipeline-model-parallel-size", "4", "--pipeline-schedule", schedule]

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.parts import SINGLE, Kept, Layer, between, hidden_mask, norm_input
+from megatron.schedules.estimate.parts import SINGLE, Kept, Layer, between, hidden_mask, norm_input, streams
 from megatron.schedules.estimate.symbols import layer_activations
 
 
@@ -46,6 +46,8 @@ def activations(build: Build) -> Activations:
     hidden = build.shape.hidden / between(build)
     kinds = {kind: layer_activations(build, kind) for kind in {*build.kinds, *build.kinds_ahead}}
     norm = Kept(norm_input(build, hidden) + build.operand(quantized=build.output_quantized) * hidden)
+    if build.streams > 1:  # merged before it
+        norm = norm.plus(Kept(streams(build)))
     size = build.number if build.fused_loss else SINGLE
     logits = Kept(size * build.shape.vocabulary / build.tensor)
     ahead = []
@@ -61,7 +63,7 @@ def activations(build: Build) -> Activations:
         last=norm.plus(logits),
         norm=norm,
         ahead=tuple(ahead),
-        input=build.residual * hidden,
+        input=streams(build),
         words=(build.number * build.shape.hidden, build.number * build.shape.vocabulary / build.tensor),
     )
 

@@ -34,7 +34,7 @@ _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 def _linears(build: Build) -> tuple[LinearShape, LinearShape]:
     hidden, queries = build.shape.hidden, build.queries / build.tensor
     into = queries + _gates(build) + 2 * float(build.groups * build.head)
-    return LinearShape(hidden, into), LinearShape(queries, hidden)
+    return LinearShape(hidden, into, name="linear_qkv"), LinearShape(queries, hidden, name="linear_proj")
 
 
 def _gates(build: Build) -> float:
@@ -127,14 +127,15 @@ def latent_linears(build: Build) -> tuple[LinearShape, ...]:
     hidden, heads, latent = build.shape.hidden, build.shape.heads / build.tensor, latent_of(build)
     queries, values = heads * (latent.head + latent.position), heads * latent.value
     if latent.query is None:
-        into: tuple[LinearShape, ...] = (LinearShape(hidden, queries),)
+        into: tuple[LinearShape, ...] = (LinearShape(hidden, queries, name="linear_q_proj"),)
     else:
-        into = LinearShape(hidden, latent.query), LinearShape(latent.query, queries)
+        down = LinearShape(hidden, latent.query, name="linear_q_down_proj")
+        into = down, LinearShape(latent.query, queries, name="linear_q_up_proj")
     return (
         *into,
-        LinearShape(hidden, latent.key_value + latent.position),
-        LinearShape(latent.key_value, heads * latent.head + values),
-        LinearShape(values, hidden),
+        LinearShape(hidden, latent.key_value + latent.position, name="linear_kv_down_proj"),
+        LinearShape(latent.key_value, heads * latent.head + values, name="linear_kv_up_proj"),
+        LinearShape(values, hidden, name="linear_proj"),
     )
 
 

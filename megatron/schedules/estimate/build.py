@@ -60,6 +60,18 @@ class Quantized(NamedTuple):
         return self.recipe != "delayed"
 
 
+class Adapters(NamedTuple):
+    """Low-rank adapters, the only weights that are trained (LoRA, arXiv 2106.09685).
+
+    Args:
+        rank: width between both products of an adapter.
+        beside: linears that have one each, by Megatron's names.
+    """
+
+    rank: int
+    beside: frozenset[str]
+
+
 class LayerKind(NamedTuple):
     """Kind of a decoder layer.
 
@@ -112,6 +124,8 @@ class Build:
         captured: true if a CUDA graph has a whole iteration.
         fused_experts: true if experts are fused operations, whose I computes the weight gradients too.
         fused_dispatch: true if kernels that send tokens to experts permute them too (HybridEP).
+        adapters: what is trained instead of the model's own weights; None if these are.
+        streams: residual streams between layers, several with hyper-connections (arXiv 2512.24880).
     """
 
     shape: Shape
@@ -145,6 +159,8 @@ class Build:
     captured: bool = False
     fused_experts: bool = False
     fused_dispatch: bool = False
+    adapters: Adapters | None = None
+    streams: int = 1
 
     @property
     def tokens(self) -> float:
@@ -186,5 +202,7 @@ class Build:
         return self.quantized is not None and self.quantized.output
 
     def operand(self, *, quantized: bool) -> float:
-        """Bytes of one number of a linear's input, or of its output's gradient."""
+        """Bytes of one number of a linear's input, or of its output's gradient; 0 if nothing of its own is trained."""
+        if self.adapters is not None:
+            return 0.0
         return self.quantized.operand if quantized and self.quantized else self.number

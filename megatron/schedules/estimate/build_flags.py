@@ -12,12 +12,16 @@ from megatron.schedules.estimate.layer_pattern import hybrid_pattern
 from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.symbols import with_adapters
 
 GRAPHS = "transformer_engine"
 """Value of ``--cuda-graph-impl`` for the CUDA graphs that a schedule can place."""
 
 WHOLE = "full_iteration"
 """Value of ``--cuda-graph-impl`` for one CUDA graph of a whole iteration."""
+
+STREAMS = {"enable_mhc_connections": "mhc_num_residual_streams", "enable_hyper_connections": "num_residual_streams"}
+"""Hyper-connections and their number of residual streams, in Megatron-LM's branches main and dev; in no release yet."""
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
@@ -38,7 +42,7 @@ def as_built(args: Any, shape: Shape) -> Build:
     engine = of_engine(args)
     one_kernel = engine and getattr(backend, "name", "auto") != "unfused"
     number = number_bytes(args)
-    return Build(
+    build = Build(
         replace(shape, fused=one_kernel),
         head,
         tensor=args.tensor_model_parallel_size,
@@ -69,7 +73,17 @@ def as_built(args: Any, shape: Shape) -> Build:
         captured=graphs_impl(args) == WHOLE,
         fused_experts=bool(getattr(args, "use_transformer_engine_op_fuser", False)) and bool(args.num_experts),
         fused_dispatch=_dispatcher(args) == "flex" and getattr(args, "moe_flex_dispatcher_backend", "") == "hybridep",
+        streams=residual_streams(args),
     )
+    return with_adapters(build, getattr(args, "adapters", None))
+
+
+def residual_streams(config: Any) -> int:
+    """Reads the number of residual streams from arguments or a configuration: 1, or several with hyper-connections.
+
+    The first stage makes them of its embedding, and the last merges them before its final norm.
+    """
+    return next((int(getattr(config, number)) for on, number in STREAMS.items() if getattr(config, on, False)), 1)
 
 
 def graphs_impl(args: Any) -> str:

@@ -70,7 +70,7 @@ def optimizer_seconds(model: TrainedModel, roofline: Roofline, most: Count, data
         data: ranks that share the optimizer's state.
     """
     numbers = model.numbers
-    return roofline.stream(most.all * (numbers.gradient + 2 * numbers.optimizer + numbers.weight) / data, 0)
+    return roofline.stream(most.trained * (numbers.gradient + 2 * numbers.optimizer + numbers.weight) / data, 0)
 
 
 def reduction_seconds(model: TrainedModel, roofline: Roofline, most: Count, *, same_node: bool) -> float:

@@ -54,7 +54,7 @@ class Numbers:
 
     def held(self, count: Count) -> float:
         """Bytes that stay allocated on one rank's device."""
-        return self.weights(count) + self.gradient * count.all + (1 - self.on_host) * self.state(count)
+        return self.weights(count) + self.gradient * count.trained + (1 - self.on_host) * self.state(count)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class RankMemory(NamedTuple):
         state = numbers.state(count)
         return RankMemory(
             weights=numbers.weights(count),
-            gradients=numbers.gradient * count.all,
+            gradients=numbers.gradient * count.trained,
             optimizer=state * (1 - numbers.on_host),
             messages=messages,
             host=state * numbers.on_host,

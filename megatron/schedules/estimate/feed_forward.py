@@ -25,7 +25,7 @@ from megatron.schedules.estimate.shape import Experts
 
 def _linears(build: Build, inner: float, tensor: int) -> tuple[LinearShape, ...]:
     hidden, wide = build.shape.hidden, (2 if build.shape.gated else 1) * inner / tensor
-    return LinearShape(hidden, wide), LinearShape(inner / tensor, hidden)
+    return LinearShape(hidden, wide, name="linear_fc1"), LinearShape(inner / tensor, hidden, name="linear_fc2")
 
 
 def _inner(build: Build) -> float:
@@ -80,9 +80,9 @@ def _experts(build: Build) -> Experts:
 
 def _routed(build: Build) -> tuple[LinearShape, ...]:
     experts = _experts(build)
-    many = {"rows": experts.chosen * build.expert_tensor / build.tensor, "parts": max(1.0, experts.number)}
-    into, out = _linears(build, experts.inner, build.expert_tensor)
-    return into._replace(inner=_read_by(build), **many), out._replace(out=_read_by(build), **many)
+    rows, parts = experts.chosen * build.expert_tensor / build.tensor, max(1.0, experts.number)
+    into, out = (each._replace(rows=rows, parts=parts) for each in _linears(build, experts.inner, build.expert_tensor))
+    return into._replace(inner=_read_by(build)), out._replace(out=_read_by(build))
 
 
 def _read_by(build: Build) -> float:

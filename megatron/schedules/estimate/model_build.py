@@ -9,6 +9,7 @@ from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.measured_layers import spread_loads, spread_memory
 from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.parts import between
 from megatron.schedules.estimate.symbols import share, typical_layers, works
 from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.measure.job_profile import JobProfile
@@ -60,9 +61,9 @@ class TrainedModel:
 
     @property
     def message_bytes(self) -> float:
-        """Bytes of one microbatch's hidden states on one rank."""
+        """Bytes of one microbatch's hidden states on one rank, in all residual streams."""
         build = self.build
-        return build.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
+        return build.tokens * build.streams * build.shape.hidden * build.number / between(build)
 
     @property
     def graph_mask_bytes(self) -> float:

@@ -46,7 +46,7 @@ class Parameters:
             if stage == len(counts) - 1:
                 of_ranks[rank] = of_ranks[rank].plus(self.last).plus(self.ahead)
         if shared:
-            part = Count(2 * self.table.dense / len(of_ranks))
+            part = Count(*(2 * number / len(of_ranks) for number in self.table))
             return [rank.plus(part) for rank in of_ranks]
         # Even if tied, the first and the last stage have a copy each.
         for rank in (rank_of[0], rank_of[-1]):
@@ -58,15 +58,15 @@ def parameters(build: Build) -> Parameters:
     """Counts the parameters of ``build``."""
     shape, hidden = build.shape, build.shape.hidden
     norm = norm_parameters(build, hidden)
-    table = Count(shape.vocabulary * hidden / build.tensor)
+    table = Count(shape.vocabulary * hidden / build.tensor).under(build.adapters)
     kinds = {kind: layer_parameters(build, kind) for kind in {*build.kinds, *build.kinds_ahead}}
-    positions = Count(float(build.positions * hidden))
+    positions = Count(float(build.positions * hidden)).under(build.adapters)
     ahead = Count()
     if shape.ahead:
         ahead = ahead.plus(table).plus(positions)
         joined = 2.0 * hidden * hidden / build.tensor
         for kind in build.kinds_ahead:
             ahead = ahead.plus(kinds[kind])
-            ahead = ahead.plus(stored(build, kind, Count(joined + 3 * norm), joined))
-    last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
+            ahead = ahead.plus(stored(build, kind, Count(joined + 3 * norm), joined).under(build.adapters))
+    last = Count(norm, quantized=table.all if build.output_quantized else 0.0).under(build.adapters)
     return Parameters(table, positions, tuple(kinds[kind] for kind in build.kinds), last, ahead)

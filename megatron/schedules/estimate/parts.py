@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Adapters, Build
 
 SINGLE = 4.0
 """Bytes of a number in single precision."""
@@ -22,12 +22,14 @@ class LinearShape(NamedTuple):
         inner, out: widths of its input and its output.
         rows: rows per token.
         parts: number of separate products that share the rows, such as experts.
+        name: Megatron's, where adapters may be beside it.
     """
 
     inner: float
     out: float
     rows: float = 1.0
     parts: float = 1.0
+    name: str = ""
 
     @property
     def flops(self) -> float:
@@ -99,25 +101,36 @@ class Count(NamedTuple):
     """Number of parameters.
 
     Args:
-        dense: those without the next.
+        dense: those that are trained, without the next.
         expert: those of routed experts, which have their own data-parallel ranks.
-        quantized: those of both that have copies in FP8.
+        quantized: those of all that have copies in FP8.
         primary: those that are stored in FP8 only.
+        frozen: those that are not trained.
     """
 
     dense: float = 0.0
     expert: float = 0.0
     quantized: float = 0.0
     primary: float = 0.0
+    frozen: float = 0.0
 
     def plus(self, other: Count) -> Count:
         """Sum of both."""
         return Count(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     @property
+    def trained(self) -> float:
+        """Parameters that are trained, each once."""
+        return self.dense + self.expert
+
+    @property
     def all(self) -> float:
         """All parameters, each once."""
-        return self.dense + self.expert
+        return self.trained + self.frozen
+
+    def under(self, adapters: Adapters | None) -> Count:
+        """Returns the same parameters, frozen if only ``adapters`` are trained."""
+        return self if adapters is None else self._replace(dense=0.0, expert=0.0, frozen=self.all)
 
 
 class Symbol(NamedTuple):
@@ -168,8 +181,8 @@ def hidden_mask(build: Build) -> float:
 
 def norm_input(build: Build, width: float) -> float:
     """Bytes that a norm of ``width`` keeps."""
-    if build.plain and not build.two_norms:
-        return 2 * SINGLE * width
+    if build.plain and not build.two_norms:  # what it scales is kept for the gradient of the scale
+        return (1 if build.adapters else 2) * SINGLE * width
     return build.residual * width
 
 
@@ -181,11 +194,31 @@ def norm_parameters(build: Build, width: int) -> float:
 def around_part(build: Build, normed: Kept) -> dict[str, Kept]:
     """Bytes of what is around each part: its norm, with the ``normed`` outputs, and the dropout after it."""
     hidden = build.shape.hidden / between(build)
+    inputs = {"inputs": Kept(norm_input(build, hidden))}
+    if build.streams > 1:  # what the part gives is shared out over the streams, of which its input is a sum
+        inputs = {"inputs": Kept(build.residual * hidden), "mhc": inputs["inputs"].plus(Kept(streams(build)))}
     return {
-        "inputs": Kept(norm_input(build, hidden)),
+        **inputs,
         "layernorm": normed,
         "masks": Kept(hidden_mask(build) * hidden),
     }
+
+
+def streams(build: Build) -> float:
+    """Bytes of all residual streams."""
+    return build.streams * build.residual * build.shape.hidden / between(build)
+
+
+def mixed(build: Build) -> tuple[float, float]:
+    """Bytes that F, and I, move around a part for hyper-connections; none with one residual stream.
+
+    F reads the streams for their maps, for the part's input and for their mix, and writes this and the input. I does so
+    for both gradients, and adds three of the streams up.
+    """
+    if build.streams == 1:
+        return 0.0, 0.0
+    one = build.residual * build.shape.hidden / between(build)
+    return (4 * build.streams + 2) * one, (9 * build.streams + 3) * one
 
 
 def into_linear(build: Build, operand: float, copies: int = 1) -> Kept:
@@ -196,7 +229,7 @@ def into_linear(build: Build, operand: float, copies: int = 1) -> Kept:
 
 def shared(build: Build, operand: float, *, kept: bool) -> float:
     """Bytes of one number that a linear reads, and that its producer keeps too if ``kept``."""
-    if operand == build.number or (build.quantized and build.quantized.keeps_originals):
+    if operand == build.number or (operand and build.quantized and build.quantized.keeps_originals):
         return build.number
     return operand + (build.number if kept else 0.0)
 
@@ -209,3 +242,22 @@ def for_rows(build: Build, operand: float, width: float) -> float:
     if build.tensor > 1 and build.fused_gradients:
         return 0.0
     return operand * (width + build.shape.hidden / (between(build) if operand == build.number else 1))
+
+
+def adapter(build: Build, linear: LinearShape) -> tuple[LinearShape, ...]:
+    """Both products of the adapter beside ``linear``; none without one. Each tensor-parallel rank has them whole."""
+    if build.adapters is None or linear.name not in build.adapters.beside:
+        return ()
+    rank = build.adapters.rank
+    return linear._replace(out=rank, name=""), linear._replace(inner=rank, name="")
+
+
+def kept_for_adapter(build: Build, linear: LinearShape) -> Kept:
+    """Bytes of the activations of the adapter beside ``linear``, never quantized. Fused attention keeps its output."""
+    products = adapter(build, linear)
+    if not products:
+        return Kept()
+    into, rank = build.number * linear.rows * linear.inner, build.number * linear.rows * products[0].out
+    out = build.number * linear.rows * linear.out
+    is_kept = linear.name == "linear_proj" and build.shape.fused
+    return Kept((0.0 if is_kept else into) + rank, into + 2 * rank + out)

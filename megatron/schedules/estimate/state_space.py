@@ -56,7 +56,8 @@ class _Widths(NamedTuple):
 
 
 def _linears(build: Build, widths: _Widths) -> tuple[LinearShape, LinearShape]:
-    return LinearShape(build.shape.hidden, widths.into), LinearShape(widths.inner, build.shape.hidden)
+    hidden = build.shape.hidden
+    return LinearShape(hidden, widths.into, name="in_proj"), LinearShape(widths.inner, hidden, name="out_proj")
 
 
 def _work(build: Build, widths: _Widths, flops: float, touched: float) -> PartWork:

@@ -7,11 +7,24 @@ and a hybrid model has one part a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron.schedules.estimate.attention import ATTENTION, LATENT
-from megatron.schedules.estimate.build import Build, LayerKind
+from megatron.schedules.estimate.build import Adapters, Build, LayerKind
 from megatron.schedules.estimate.feed_forward import EXPERTS, MLP
-from megatron.schedules.estimate.parts import Count, Kept, Layer, LinearShape, PartWork, Symbol, between, flops, weights
+from megatron.schedules.estimate.parts import (
+    Count,
+    Kept,
+    Layer,
+    LinearShape,
+    PartWork,
+    Symbol,
+    adapter,
+    between,
+    flops,
+    kept_for_adapter,
+    weights,
+)
 from megatron.schedules.estimate.sparse_attention import SPARSE
 from megatron.schedules.estimate.state_space import DELTA_NET, MAMBA
 
@@ -56,13 +69,24 @@ def share(parts: tuple[PartWork, ...], module: str, speed: float = 1.0) -> float
     return sum(linears / speed + own for linears, own in in_module) / whole
 
 
+def with_adapters(build: Build, adapters: Adapters | None) -> Build:
+    """Returns ``build`` with ``adapters`` as all that is trained, unless none of its linears has one."""
+    names = {linear.name for kind in {*build.kinds} for linear in _linears(build, kind)}
+    return build if adapters is None or names.isdisjoint(adapters.beside) else replace(build, adapters=adapters)
+
+
 def layer_parameters(build: Build, kind: LayerKind) -> Count:
     """Parameters of a layer."""
     count = Count()
     for symbol in kind.symbols:
         count = count.plus(SYMBOLS[symbol].parameters(build))
-    linears = [linear for work in works(build, kind.symbols) for linear in work.linears]
-    return stored(build, kind, count, weights(linears))
+    linears = _linears(build, kind)
+    beside = [product for linear in linears for product in adapter(build, linear)]
+    return stored(build, kind, count, weights(linears)).under(build.adapters).plus(Count(weights(beside)))
+
+
+def _linears(build: Build, kind: LayerKind) -> list[LinearShape]:
+    return [linear for work in works(build, kind.symbols) for linear in work.linears]
 
 
 def stored(build: Build, kind: LayerKind, count: Count, linears: float) -> Count:
@@ -78,6 +102,8 @@ def layer_activations(build: Build, kind: LayerKind) -> Layer:
     for symbol in kind.symbols:
         for name, kept in SYMBOLS[symbol].activations(build, build.operand(quantized=kind.quantized)).items():
             pieces[name] = pieces.get(name, Kept()).plus(kept)
+    for linear in _linears(build, kind):
+        pieces["adapters"] = pieces.get("adapters", Kept()).plus(kept_for_adapter(build, linear))
     states = _static_states(build, "E" in kind.symbols)
     return pieces | {"graphs": Kept(states * build.number * build.shape.hidden / between(build))}
 

@@ -6,12 +6,13 @@ The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, LayerKind, Quantized
-from megatron.schedules.estimate.parts import SINGLE, LinearShape, PartWork
+from megatron.schedules.estimate.parts import SINGLE, LinearShape, PartWork, adapter, mixed
 from megatron.schedules.estimate.symbols import output_layer, works
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
@@ -214,11 +215,11 @@ def _part_times(build: Build, prices: Prices, tokens: float, work: PartWork, qua
     times = [_linear(build, linear, prices, tokens, quantized=quantized) for linear in work.linears]
     times[: work.joined] = [PassTimes(f, i + w, 0.0) for f, i, w in times[: work.joined]]
     forward, input_grad, weight_grad = (sum(column) for column in zip(*times, strict=True))
-    mixing, moved = work.mixing, work.moved
+    mixing, moved = work.mixing, tuple(map(sum, zip(work.moved, mixed(build), strict=True)))
     forward += prices.attention(mixing[0] * tokens, backward=False) + prices.stream(moved[0] * tokens, work.kernels)
-    mixed = prices.attention(mixing[1] * tokens, backward=True)
-    input_grad += (1 - prices.attention_in_w) * mixed + prices.stream(moved[1] * tokens, work.kernels)
-    weight_grad += prices.attention_in_w * mixed
+    attended = prices.attention(mixing[1] * tokens, backward=True)
+    input_grad += (1 - prices.attention_in_w) * attended + prices.stream(moved[1] * tokens, work.kernels)
+    weight_grad += prices.attention_in_w * attended
     # W's messages are hidden behind its products.
     around = _messages(build, work, prices, tokens) + prices.permuted(build, work.routed * tokens)
     host = prices.host(build) if work.routed else 0.0
@@ -252,7 +253,7 @@ def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
 
 
 def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
-    inner, out, rows, parts = linear
+    inner, out, rows, parts, _ = linear
     rows_of_part, how = tokens * rows / parts, build.quantized if quantized else None
     speed = prices.speed(how)
     times = PassTimes(
@@ -261,6 +262,10 @@ def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *,
         # Added to gradients in single precision: read and written.
         parts * prices.product(out, inner, rows_of_part, bytes_out=8, speed=speed),
     )
+    if build.adapters is not None:
+        trained = replace(build, adapters=None)
+        beside = [_linear(trained, each, prices, tokens, quantized=False) for each in adapter(build, linear)]
+        times = PassTimes(*map(sum, zip(times._replace(weight_grad=0.0), *beside, strict=True)))
     if how is None:
         return times
     # Each number is read in bf16, perhaps for its scale first, and written by rows and by columns.

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.estimate.build_flags import residual_streams
 from megatron.schedules.integration.background_plans import (
     BackgroundPlans,
     IterationPlan,
@@ -48,9 +49,6 @@ from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.simulator import Timeline
-
-# Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
-_STREAMS = {"enable_mhc_connections": "mhc_num_residual_streams", "enable_hyper_connections": "num_residual_streams"}
 
 # The script for GPT that this package has.
 _SCRIPT = "megatron.schedules.integration.gpt"
@@ -342,13 +340,5 @@ def _message_spec(config: Any, sizes: IterationSizes, cp_size: int) -> MessageSp
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()
     device = torch.empty(0, device="cuda").device
-    width = _residual_streams(config) * config.hidden_size
+    width = residual_streams(config) * config.hidden_size
     return MessageSpec((length, sizes.rows, width), config.pipeline_dtype, device)
-
-
-def _residual_streams(config: Any) -> int:
-    """Number of residual streams: 1, or several with hyper-connections (arXiv 2512.24880).
-
-    The first stage makes them of its embedding, and the last merges them before its final norm.
-    """
-    return next((int(getattr(config, number)) for on, number in _STREAMS.items() if getattr(config, on, False)), 1)

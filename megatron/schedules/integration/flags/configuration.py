@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.estimate.build import Adapters
+from megatron.schedules.estimate.build_flags import STREAMS
 from megatron.schedules.integration.expert_messages import STOCKS_OWN
 from megatron.schedules.integration.flags.arguments import RunFlags, run_flags
 from megatron.schedules.integration.flags.checks import checked
@@ -24,10 +27,12 @@ from megatron.schedules.job.spec import JobSpec
 HIDES_MESSAGES = "pipeline_schedule_hides_messages"
 # Schedules that take as many chunks as the loop has built.
 _ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
-# Fields that our parser does not declare and that our checks read.
-_MORE = ("attention_backend", "cuda_graph_modules", "variable_seq_lengths")
+# Fields that our parser does not declare and that checks and estimates read.
+_MORE = ("attention_backend", "cuda_graph_modules", "variable_seq_lengths", *chain(*STREAMS.items()))
 # Tokens of a microbatch for planning, where the call does not say how long its samples are.
 _USUAL_LENGTH = 4096
+# Module of a linear with the weights of its adapter.
+_ADAPTER = ".adapter."
 # A loop does not say when it ends.
 _ENDLESS = 10**12
 
@@ -56,6 +61,7 @@ def loop_job(
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, values)
     most = SimpleNamespace(**max(of_ranks, key=lambda rank: rank["global_batch_size"]))
+    most.adapters = next((rank["adapters"] for rank in of_ranks if rank["adapters"]), None)  # a rank may have no layer
     spec = checked(most, is_built=True)
     assert spec is not None, "a schedule is given"
     return spec, run_flags(most)
@@ -123,9 +129,20 @@ def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
         "transformer_impl": "transformer_engine" if engine else "local",
         "create_attention_mask_in_dataloader": not engine,
         "pipeline_model_parallel_layout": None if layout is None else written_layout(layout),
+        "adapters": adapters_of(chunks),
         "bf16": config.params_dtype is torch.bfloat16,
         "fp16": config.params_dtype is torch.float16,
     }
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> Adapters | None:
+    """Returns the low-rank adapters in modules called ``adapter``; None if anything else is trained."""
+    named = [each for chunk in chunks for each in chunk.named_parameters()]
+    trained = [name.partition(_ADAPTER) + (weight.shape,) for name, weight in named if weight.requires_grad]
+    if not trained or not all(found for _, found, *_ in trained):
+        return None
+    rank = max(min(shape) for *_, shape in trained)
+    return Adapters(rank, frozenset(linear.rpartition(".")[-1] for linear, *_ in trained))
 
 
 def written_layout(layout: Any) -> str:
