@@ -34,6 +34,9 @@ def as_page(report: Report) -> str:
             "## Schedules\n",
             _SCHEDULES,
             *(_run(run) for run in report.runs),
+            "## Low-rank adapters\n",
+            _ADAPTERS,
+            markdown(_ROW_HEADS, [_row(each) for each in report.adapters]),
             "## Layers on one GPU\n",
             _layers(measured),
             "### Layers with experts\n",
@@ -74,9 +77,8 @@ def _errors(report: Report) -> str:
             ]
         )
     tuned, unknown = report.left_out
-    note = f"{tuned} rows of fine-tuning are left out" + f", and {unknown} of models that are not known here" * bool(
-        unknown
-    )
+    note = f"{tuned} rows of fine-tuning of all weights are left out"
+    note += f", and {unknown} of models that are not known here" * bool(unknown)
     return f"{markdown(_ERROR_HEADS, cells)}\n{note}.\n"
 
 
@@ -248,6 +250,9 @@ _RUN_HEADS = (
     ("measured", ""),
     ("points", ""),
 )
+_ADAPTERS = """NVIDIA's fine-tuning of Llama-3-70B that trains adapters of rank 16 beside `linear_qkv` (LoRA). Nothing
+is fitted to these rows. Columns are those of [every row](#every-row).
+"""
 _LAYERS = """Passes of two decoder layers, and of an output layer with its loss, measured with this package alone on one
 GPU: bf16, one sequence of 8192, without fused kernels of the loss. Predicted is what a dry run for that GPU counts for
 them. Only the ratio of I to W is fitted to them (`attention_in_w`). The whole backward is predicted too long here:

@@ -74,13 +74,15 @@ class Report:
 
     Args:
         rows: pretraining rows.
-        left_out: number of rows of fine-tuning, and of models that are not known here.
+        left_out: number of rows of fine-tuning of all weights, and of models that are not known here.
         runs: schedules of the same job.
+        adapters: rows of low-rank adapters, to which nothing is fitted.
     """
 
     rows: Sequence[Predicted]
     left_out: tuple[int, int] = (0, 0)
     runs: Sequence[Run] = field(default_factory=tuple)
+    adapters: Sequence[Predicted] = field(default_factory=tuple)
 
     @property
     def pairs(self) -> dict[str, tuple[int, int]]:
@@ -117,7 +119,9 @@ def report(records: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> 
         settings = {row.setting for row in counted if row.name == name}
         without |= {setting: setting.predicted(known) for setting in settings}
     found = [Predicted(row, times[row.setting], without.get(row.setting)) for row in counted]
-    return Report(found, (len(rows) - len(counted), len(records) - len(rows)), runs(say))
+    adapters = [Predicted(row, row.predicted()) for row in rows if row.adapters]
+    left_out = len(rows) - len(counted) - len(adapters), len(records) - len(rows)
+    return Report(found, left_out, runs(say), adapters)
 
 
 def runs(say: Callable[[str], None]) -> list[Run]:

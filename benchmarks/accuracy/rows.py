@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.accuracy.models import flags, named
 from megatron.schedules.cli.options import FLAGS
+from megatron.schedules.estimate.build import Adapters
 from megatron.schedules.estimate.calibration import CALIBRATED, Calibration
 from megatron.schedules.estimate.device_costs import device_costs, optimizer_seconds
 from megatron.schedules.estimate.devices import SHORT, Device
@@ -61,6 +62,7 @@ class Row:
         captured: parts of layers that are captured.
         overlaps: true if experts' messages run behind another microbatch's computing.
         backend: library that sends tokens to experts, as ``--moe-flex-dispatcher-backend`` names it; empty without.
+        adapters: rank of the adapters beside ``linear_qkv`` that are all that is trained; 0 without.
     """
 
     release: str
@@ -82,6 +84,7 @@ class Row:
     captured: tuple[str, ...] = ()
     overlaps: bool = False
     backend: str = ""
+    adapters: int = 0
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Row:
@@ -108,11 +111,12 @@ class Row:
             (scope,) if isinstance(scope, str) else tuple(scope),
             bool(record.get("moe_a2a_overlap")),
             record.get("moe_flex_dispatcher_backend") or "",
+            record.get("adapters") or 0,
         )
 
     @property
     def is_pretraining(self) -> bool:
-        """False for fine-tuning, whose frozen weights have no gradients (LoRA) and whose samples are packed."""
+        """False for fine-tuning, whose samples are packed, and where adapters may be all that is trained (LoRA)."""
         return self.sequence >= _FINE_TUNED.get(self.name, 0)
 
     @property
@@ -268,6 +272,7 @@ def _job(row: Row) -> JobSpec:
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": row.backend or "deepep",
         "overlap_moe_expert_parallel_comm": row.overlaps,
+        "adapters": Adapters(row.adapters, frozenset(("linear_qkv",))) if row.adapters else None,
     }
     if row.recompute:
         changes |= {"recompute_granularity": "selective", "recompute_modules": list(row.recompute)}

@@ -40,11 +40,21 @@ def test_the_page_has_every_row_that_is_counted():
     for each in ROWS:
         written = f"| {each.release} | {each.name} | {each.gpus} {each.gpu} | {each.precision} |"
         assert (written in PAGE) == any(
-            other.is_pretraining
+            other.is_pretraining or other.adapters
             for other in ROWS
             if (other.release, other.name, other.gpus, other.gpu, other.precision)
             == (each.release, each.name, each.gpus, each.gpu, each.precision)
         )
+
+
+def test_training_adapters_takes_as_long_as_measured():
+    """Nothing is fitted to these rows. Counted as training of all weights they would take a fifth longer."""
+    rows = [each for each in ROWS if each.adapters]
+    assert len(rows) == 5 and not any(each.is_pretraining for each in rows)
+    for each in rows:
+        assert each.predicted() == pytest.approx(each.measured, rel=0.06)
+        assert replace(each, adapters=0).predicted() > 1.2 * each.predicted()
+        assert re.search(rf"^\| 26.06 \| Llama-3-70B \| 8 {each.gpu} \| {each.precision} \|", PAGE, re.MULTILINE)
 
 
 def test_a_release_without_a_known_recipe_has_that_of_the_one_before():
