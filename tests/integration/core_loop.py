@@ -31,7 +31,6 @@ from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.schedules.integration.layers.tied import copies as found_copies
-from tests.integration import low_rank
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
 from tests.loops.ours import install
@@ -80,6 +79,8 @@ def _loop(
     if "prepare" in options:
         options.pop("prepare")()
     if options.pop("adapters", False):
+        from tests.integration import low_rank  # imports what 0.17 has elsewhere
+
         low_rank.put_in_place()
     passes = install(**(settings or {"schedule": None}))
     torch.set_num_threads(1)
