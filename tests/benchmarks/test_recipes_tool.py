@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -102,13 +103,17 @@ def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
     assert of_script.half is not None and of_script.without is not None
     assert of_script.half.activations < 0.8 * of_script.without.activations
     assert "leave out cuda_graph_impl: does not work with --cuda-graph-impl local: its graphs of layers" in found.stdout
-    # The same figures as on the page, which come from Megatron-Bridge itself.
-    assert answers[KNOWN] == read(JSON)[KNOWN]
+    # The same figures as on the page, which come from Megatron-Bridge itself. What a search finds depends on its time.
+    known = answers[KNOWN]
+    assert known.auto is not None and known.ours is not None and known.auto.time <= known.ours.time
+    assert replace(known, auto=None) == replace(read(JSON)[KNOWN], auto=None)
 
 
 @pytest.mark.nightly
 def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
-    found = said("--bridge", str(wheel), "--json", str(JSON), "--page", f"{wheel}/page.md", folder=wheel)
+    file = shutil.copy(JSON, wheel)
+    words = "--bridge", str(wheel), "--json", file, "--page", f"{wheel}/page.md", "--search-seconds", "0"
+    found = said(*words, folder=wheel)
     assert found.returncode == 0, found.stderr
     line = "left out: Megatron-Bridge cannot make other_pretrain_8gpu_h100_bf16_config: a file of the repository"
     assert line in found.stderr and not found.stdout
@@ -184,7 +189,9 @@ def test_a_plan_that_recomputes_is_dropped_if_the_rules_have_changed(wheel: Path
 
 
 def test_auto_is_never_longer_than_the_named_schedule_that_fits():
-    for each in read(JSON).values():
+    searched = [each for each in read(JSON).values() if each.auto is not None]
+    assert searched
+    for each in searched:
         if each.auto is not None and each.ours is not None and each.ours.gib <= (1 - RESERVED) * each.gib:
             assert each.auto.time <= each.ours.time + 0.001, each.name  # times are rounded
 
