@@ -28,7 +28,7 @@ def recorded() -> Recorded:
 
     def taking(store: WeightGradients, item: Any) -> Any:
         for parameter in item.parameters:
-            found.added.setdefault(id(parameter), []).append(item._key)
+            found.added.setdefault(id(parameter), []).append(item.key)
         if item.parameters and ahead[0]:
             found.behind[-1] += 1
         return take(store, item)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Pass
@@ -101,6 +102,16 @@ def _marks(setting: str, schedule: str) -> list[pytest.MarkDecorator]:
 def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setting: str, schedule: str) -> None:
     world, model, flags = HIDING[setting]
     assert_stocks(train, world, model, flags, _asked(schedule, tmp_path, flags), HIDDEN)
+
+
+@pytest.mark.nightly
+def test_auto_may_leave_nothing_to_hide_messages_behind(train: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By these costs a split saves nothing."""
+    monkeypatch.setenv(SEARCH_VARIABLE, "0.1")
+    job, model = (*JOB, *EP2.split(), "--global-batch-size", "16"), tuple(EXPERTS.split())
+    ours = train(4, *job, *HIDDEN.split(), "--pipeline-costs", "1,2,1e-6", *under("auto"), model=model)
+    assert "B" in ours.passes and not {"I", "W"} & ours.passes
+    assert differing(ours, train.stock(4, *job, model=model)) == []
 
 
 @pytest.mark.parametrize(

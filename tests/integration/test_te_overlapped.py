@@ -76,11 +76,13 @@ def test_the_log_names_what_is_switched_off() -> None:
         return [each.partition(" ")[0] for each in switched_off(spec, make_plan(Request(schedule, 2, 4)).schedule)]
 
     overlap, late = "tp_comm_overlap", "defer_embedding_wgrad_compute"
+    messages = "overlap_moe_expert_parallel_comm"
     assert said("zb-1p", overlap, late) == ["--tp-comm-overlap:", "--defer-embedding-wgrad-compute"]
     assert (
         said("1f1b", overlap, late) == said("zb-1p", overlap, late, linears="local") == [f"--{late}".replace("_", "-")]
     )
-    assert said("zb-1p") == []
+    assert said("zb-1p") == said("zb-1p", messages) == []
+    assert said("1f1b", messages) == [f"--{messages}".replace("_", "-")]
 
 
 @pytest.mark.nightly

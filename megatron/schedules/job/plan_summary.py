@@ -57,7 +57,7 @@ def _estimated(job: JobPlan) -> Iterator[str]:
 
 
 def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:
-    """Returns a sentence for each setting that is given and off. ``integration.linears`` switches them off.
+    """Returns a sentence for each setting that is given and does nothing. ``integration.linears`` switches them off.
 
     Args:
         spec: the job.
@@ -72,6 +72,11 @@ def switched_off(spec: JobSpec, schedule: Schedule) -> list[str]:
     if "defer_embedding_wgrad_compute" in given:
         lines.append(
             "--defer-embedding-wgrad-compute is off: the output layer's weight gradient is computed with its input's"
+        )
+    if "overlap_moe_expert_parallel_comm" in given and not schedule.splits:
+        lines.append(
+            "--overlap-moe-expert-parallel-comm hides nothing: the plan splits no backward, so no weight gradients are "
+            "left to run behind messages"
         )
     return lines
 

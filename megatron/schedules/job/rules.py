@@ -9,6 +9,7 @@ from megatron.schedules.estimate.build_flags import GRAPHS, WHOLE
 from megatron.schedules.job.machine import ANY, Machine
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.stage_layers import letters_by_stage, wrong_layers
+from megatron.schedules.planner.registry import AUTO
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -88,7 +89,8 @@ _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
 _OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and not job.schedule.placement.looped)
 _MOVED = _When(lambda job: not job.schedule.placement.looped or job.spec.settings.vocabulary_parallel)
 _SPLIT = _When(lambda job: job.schedule.splits)
-_WHOLE = _When(lambda job: not job.schedule.splits)
+# ``auto`` splits nothing where that is shortest.
+_WHOLE = _When(lambda job: not job.schedule.splits and job.spec.settings.schedule.name != AUTO)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
 _FUSED_EXPERTS = _When(
     lambda job: _SPLIT_TE.holds(job) and "use_transformer_engine_op_fuser" in job.spec.stock.given,
