@@ -10,7 +10,9 @@ import pytest
 from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.cost_file import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--train-iters 4 --global-batch-size 8".split()]
@@ -83,9 +85,14 @@ def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
 
 
 def test_hidden_messages_change_no_cost_and_are_measured_apart(megatron, tmp_path):
-    """Passes are measured with nothing behind messages: bytes, too, are those of a job that hides none."""
+    """Passes are measured with nothing behind messages: bytes, too, are those of a job that hides none.
+
+    By its name the schedule would leave other backwards whole in one of the jobs.
+    """
+    order = tmp_path / "order.csv"
+    order.write_text(to_csv(plan(Request("v-zb", 2, 4))))
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
-    flags = f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --pipeline-schedule v-zb {experts}"
+    flags = f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --pipeline-schedule {order} {experts}"
     hides = f"{flags} --overlap-moe-expert-parallel-comm"
     found = {}
     for name, job in (("exposed", flags), ("hidden", hides)):
@@ -99,7 +106,7 @@ def test_hidden_messages_change_no_cost_and_are_measured_apart(megatron, tmp_pat
         for kind in (Kind.F, Kind.I):
             assert 0 < stage.messages[kind] < stage.median(kind)
     assert measured.exposed is not None
-    (table,) = [text for text in said if "measured: v-zb in iterations 3-4" in text]
+    (table,) = [text for text in said if "measured: order.csv in iterations 3-4" in text]
     assert "with nothing behind messages of experts F waits" in table and "behind them leave" in table
     costs = f"--pipeline-costs {tmp_path / 'hidden' / 'costs.json'} --pipeline-dry-run 4"
     for job, says in ((hides, True), (flags, False)):
