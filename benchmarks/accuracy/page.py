@@ -250,7 +250,7 @@ _RUN_HEADS = (
     ("measured", ""),
     ("points", ""),
 )
-_ADAPTERS = """NVIDIA's fine-tuning of Llama-3-70B that trains adapters of rank 16 beside `linear_qkv` (LoRA). Nothing
+_ADAPTERS = """NVIDIA's fine-tuning of Llama-3-70B that trains adapters of rank 16 for `linear_qkv` (LoRA). Nothing
 is fitted to these rows. Columns are those of [every row](#every-row).
 """
 _LAYERS = """Passes of two decoder layers, and of an output layer with its loss, measured with this package alone on one

@@ -62,7 +62,7 @@ class Row:
         captured: parts of layers that are captured.
         overlaps: true if experts' messages run behind another microbatch's computing.
         backend: library that sends tokens to experts, as ``--moe-flex-dispatcher-backend`` names it; empty without.
-        adapters: rank of the adapters beside ``linear_qkv`` that are all that is trained; 0 without.
+        adapters: rank of the adapters of ``linear_qkv`` that are all that is trained; 0 without.
     """
 
     release: str

@@ -192,7 +192,7 @@ def test_auto_is_never_longer_than_the_named_schedule_that_fits():
     searched = [each for each in read(JSON).values() if each.auto is not None]
     assert searched
     for each in searched:
-        if each.auto is not None and each.ours is not None and each.ours.gib <= (1 - RESERVED) * each.gib:
+        if each.ours is not None and each.ours.gib <= (1 - RESERVED) * each.gib:
             assert each.auto.time <= each.ours.time + 0.001, each.name  # times are rounded
 
 

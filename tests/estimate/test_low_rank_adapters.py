@@ -14,19 +14,20 @@ from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.symbols import with_adapters
 from megatron.schedules.estimate.times import loads
+from megatron.schedules.integration.flags.configuration import adapters_of
 
 NUMBERS = Numbers(2, 4, 12)
 LINEARS = frozenset(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 
 
-def llama(beside: frozenset[str] = LINEARS, rank: int = 16) -> tuple[Build, Build]:
+def llama(targets: frozenset[str] = LINEARS, rank: int = 16) -> tuple[Build, Build]:
     """Llama-3-8B as it is trained, and with adapters instead."""
     build = MODELS["Llama-3-8B"].whole
-    return build, replace(build, adapters=Adapters(rank, beside))
+    return build, replace(build, adapters=Adapters(rank, targets))
 
 
 def test_weights_are_frozen_and_have_neither_gradients_nor_an_optimizer() -> None:
-    """Hugging Face's PEFT counts 41,943,040 weights of rank 16 beside all linears, fc1 and qkv each in parts."""
+    """Hugging Face's PEFT counts 41,943,040 weights of rank 16 for all linears, fc1 and qkv each in parts."""
     trained, frozen = (parameters(build).by_stage((32,), (0,), False)[0] for build in llama())
     in_parts = 16 * 32 * (2 * 4096 + 4096)  # PEFT has an input product for each of q, k, v, and for both of fc1
     assert frozen.trained == 41_943_040 - in_parts
@@ -53,7 +54,7 @@ def test_fused_attention_keeps_its_output_anyway() -> None:
     assert beside.forward - none.forward == 2 * 16
 
 
-def test_adapters_beside_none_of_its_linears_leave_a_model_as_it_was() -> None:
+def test_adapters_of_none_of_its_linears_leave_a_model_as_it_was() -> None:
     build, _ = llama()
     assert with_adapters(build, Adapters(16, frozenset(("router",)))) == with_adapters(build, None) == build
     assert with_adapters(build, Adapters(16, LINEARS)) == llama()[1]
@@ -70,8 +71,6 @@ def chunk(*trained: str) -> torch.nn.Module:
 
 
 def test_a_loop_has_adapters_where_nothing_else_of_its_model_is_trained() -> None:
-    from megatron.schedules.integration.flags.configuration import adapters_of
-
     assert adapters_of([chunk("adapter")]) == Adapters(2, frozenset(("linear_qkv",)))
     assert adapters_of([chunk("adapter"), chunk()]) == Adapters(2, frozenset(("linear_qkv",)))
     assert adapters_of([chunk("adapter"), chunk("linear_fc1.bias")]) is None

@@ -65,11 +65,11 @@ class Adapters(NamedTuple):
 
     Args:
         rank: width between both products of an adapter.
-        beside: linears that have one each, by Megatron's names.
+        targets: linears that have one each, by Megatron's names.
     """
 
     rank: int
-    beside: frozenset[str]
+    targets: frozenset[str]
 
 
 class LayerKind(NamedTuple):

@@ -22,7 +22,7 @@ class LinearShape(NamedTuple):
         inner, out: widths of its input and its output.
         rows: rows per token.
         parts: number of separate products that share the rows, such as experts.
-        name: Megatron's, where adapters may be beside it.
+        name: Megatron's, where it may have an adapter.
     """
 
     inner: float
@@ -194,9 +194,10 @@ def norm_parameters(build: Build, width: int) -> float:
 def around_part(build: Build, normed: Kept) -> dict[str, Kept]:
     """Bytes of what is around each part: its norm, with the ``normed`` outputs, and the dropout after it."""
     hidden = build.shape.hidden / between(build)
-    inputs = {"inputs": Kept(norm_input(build, hidden))}
+    read = Kept(norm_input(build, hidden))
+    inputs = {"inputs": read}
     if build.streams > 1:  # what the part gives is shared out over the streams, of which its input is a sum
-        inputs = {"inputs": Kept(build.residual * hidden), "mhc": inputs["inputs"].plus(Kept(streams(build)))}
+        inputs = {"inputs": Kept(build.residual * hidden), "mhc": read.plus(Kept(streams(build)))}
     return {
         **inputs,
         "layernorm": normed,
@@ -245,19 +246,20 @@ def for_rows(build: Build, operand: float, width: float) -> float:
 
 
 def adapter(build: Build, linear: LinearShape) -> tuple[LinearShape, ...]:
-    """Both products of the adapter beside ``linear``; none without one. Each tensor-parallel rank has them whole."""
-    if build.adapters is None or linear.name not in build.adapters.beside:
+    """Both products of the adapter of ``linear``; none without one. Each tensor-parallel rank has them whole."""
+    if build.adapters is None or linear.name not in build.adapters.targets:
         return ()
     rank = build.adapters.rank
     return linear._replace(out=rank, name=""), linear._replace(inner=rank, name="")
 
 
-def kept_for_adapter(build: Build, linear: LinearShape) -> Kept:
-    """Bytes of the activations of the adapter beside ``linear``, never quantized. Fused attention keeps its output."""
-    products = adapter(build, linear)
-    if not products:
-        return Kept()
-    into, rank = build.number * linear.rows * linear.inner, build.number * linear.rows * products[0].out
-    out = build.number * linear.rows * linear.out
-    is_kept = linear.name == "linear_proj" and build.shape.fused
-    return Kept((0.0 if is_kept else into) + rank, into + 2 * rank + out)
+def kept_for_adapters(build: Build, linears: Sequence[LinearShape]) -> Kept:
+    """Bytes of the activations of the adapters of ``linears``, never quantized."""
+    kept = Kept()
+    for linear in linears:
+        products, row = adapter(build, linear), build.number * linear.rows
+        for product in products:
+            kept = kept.plus(Kept(row * product.inner, row * (product.inner + product.out)))
+        if products and linear.name == "linear_proj" and build.shape.fused:  # attention keeps its output anyway
+            kept = kept.plus(Kept(-row * linear.inner))
+    return kept

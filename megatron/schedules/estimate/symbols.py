@@ -22,7 +22,7 @@ from megatron.schedules.estimate.parts import (
     adapter,
     between,
     flops,
-    kept_for_adapter,
+    kept_for_adapters,
     weights,
 )
 from megatron.schedules.estimate.sparse_attention import SPARSE
@@ -71,8 +71,10 @@ def share(parts: tuple[PartWork, ...], module: str, speed: float = 1.0) -> float
 
 def with_adapters(build: Build, adapters: Adapters | None) -> Build:
     """Returns ``build`` with ``adapters`` as all that is trained, unless none of its linears has one."""
+    if adapters is None:
+        return build
     names = {linear.name for kind in {*build.kinds} for linear in _linears(build, kind)}
-    return build if adapters is None or names.isdisjoint(adapters.beside) else replace(build, adapters=adapters)
+    return build if names.isdisjoint(adapters.targets) else replace(build, adapters=adapters)
 
 
 def layer_parameters(build: Build, kind: LayerKind) -> Count:
@@ -81,8 +83,8 @@ def layer_parameters(build: Build, kind: LayerKind) -> Count:
     for symbol in kind.symbols:
         count = count.plus(SYMBOLS[symbol].parameters(build))
     linears = _linears(build, kind)
-    beside = [product for linear in linears for product in adapter(build, linear)]
-    return stored(build, kind, count, weights(linears)).under(build.adapters).plus(Count(weights(beside)))
+    products = [product for linear in linears for product in adapter(build, linear)]
+    return stored(build, kind, count, weights(linears)).under(build.adapters).plus(Count(weights(products)))
 
 
 def _linears(build: Build, kind: LayerKind) -> list[LinearShape]:
@@ -102,8 +104,8 @@ def layer_activations(build: Build, kind: LayerKind) -> Layer:
     for symbol in kind.symbols:
         for name, kept in SYMBOLS[symbol].activations(build, build.operand(quantized=kind.quantized)).items():
             pieces[name] = pieces.get(name, Kept()).plus(kept)
-    for linear in _linears(build, kind):
-        pieces["adapters"] = pieces.get("adapters", Kept()).plus(kept_for_adapter(build, linear))
+    if build.adapters is not None:
+        pieces["adapters"] = kept_for_adapters(build, _linears(build, kind))
     states = _static_states(build, "E" in kind.symbols)
     return pieces | {"graphs": Kept(states * build.number * build.shape.hidden / between(build))}
 

@@ -264,8 +264,8 @@ def _linear(build: Build, linear: LinearShape, prices: Prices, tokens: float, *,
     )
     if build.adapters is not None:
         trained = replace(build, adapters=None)
-        beside = [_linear(trained, each, prices, tokens, quantized=False) for each in adapter(build, linear)]
-        times = PassTimes(*map(sum, zip(times._replace(weight_grad=0.0), *beside, strict=True)))
+        products = [_linear(trained, each, prices, tokens, quantized=False) for each in adapter(build, linear)]
+        times = PassTimes(*map(sum, zip(times._replace(weight_grad=0.0), *products, strict=True)))
     if how is None:
         return times
     # Each number is read in bf16, perhaps for its scale first, and written by rows and by columns.
